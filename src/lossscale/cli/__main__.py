@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes `python -m lossscale.cli` the same as `lossscale`."""
+
+from lossscale.cli import main
+
+main()

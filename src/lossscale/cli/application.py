@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The group of subcommands, and what an error looks like."""
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from lossscale.cli.convert import convert
+from lossscale.cli.demo import demo
+from lossscale.cli.doctor import doctor
+from lossscale.cli.presets import presets
+from lossscale.cli.simulate import simulate
+from lossscale.core.errors import LossScaleError
+
+
+class _Group(click.Group):
+    """Turns our exceptions into one line on stderr and exit status 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LossScaleError as error:
+            raise click.UsageError(str(error)) from None
+        except BrokenPipeError:
+            # The reader of a pipe went away, as `head` does: nothing is wrong. Keep
+            # the interpreter from flushing into the closed pipe at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return None
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="lossscale")
+def application() -> None:
+    """Loss scaling for mixed-precision training: look, try and convert."""
+
+
+for command in (demo, simulate, presets, convert, doctor):
+    application.add_command(command)

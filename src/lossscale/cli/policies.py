@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies as text: `torch`, `fixed:1024`, `dynamic:growth_interval=100,hysteresis=2`.
+
+The name is a preset, `dynamic` or `fixed`; the settings after the colon replace those
+of the preset.
+"""
+
+from collections.abc import Iterable
+from dataclasses import fields
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from lossscale.core import presets
+from lossscale.core.errors import SettingError
+from lossscale.core.policies import Dynamic, Fixed
+
+_COUNTS = ("growth_interval", "hysteresis")
+_SWITCHES = ("consecutive", "backoff_refills")
+_RANGE_PARTS = 3
+
+
+def parse_policy(text: str) -> Dynamic | Fixed:
+    """Return the policy that a text names.
+
+    Raises:
+        SettingError: If there is no such preset or setting, or its value is wrong.
+    """
+    name, _, rest = text.partition(":")
+    if name == "fixed":
+        value = rest.removeprefix("scale=")
+        return Fixed(_number("scale", value)) if value else Fixed()
+    settings = dict(_assignment(part) for part in rest.split(",") if part)
+    values = {key: _value(key, value) for key, value in settings.items()}
+    if name == "dynamic":
+        return presets.make_dynamic(Dynamic(), values)
+    if name in presets.PRESETS:
+        return presets.get(name, **values)
+    message = (
+        f"There is no policy {name!r}; there are dynamic, fixed and the presets "
+        f"{', '.join(presets.PRESETS)}."
+    )
+    raise SettingError(message)
+
+
+def sweep(text: str, sweeps: Iterable[str]) -> dict[str, Dynamic | Fixed]:
+    """Return a policy for every combination of swept settings, by its text.
+
+    A sweep is `growth_interval=100,200,400` or `growth_interval=100:2000:20`: from,
+    to, and how many.
+    """
+    choices = [
+        [f"{key}={value}" for value in _choices(key, values)]
+        for key, values in map(_assignment, sweeps)
+    ]
+    policies = {}
+    for combination in product(*choices):
+        name, colon, rest = text.partition(":")
+        parts = [part for part in (rest, *combination) if part]
+        full = f"{name}:{','.join(parts)}" if parts else f"{name}{colon}"
+        policies[full] = parse_policy(full)
+    return policies
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        message = f"A setting is written name=value, got {text!r}."
+        raise SettingError(message)
+    return key.strip(), value.strip()
+
+
+def _choices(key: str, text: str) -> list[str]:
+    """Return the values of a sweep, as text."""
+    parts = text.split(":")
+    if len(parts) != _RANGE_PARTS:
+        return text.split(",")
+    first, last, count = (_number(key, part) for part in parts)
+    values = np.linspace(first, last, max(1, int(count)))
+    return [str(round(v)) if key in _COUNTS else repr(float(v)) for v in values]
+
+
+def _value(key: str, text: str) -> Any:
+    """Return a setting's value in the type that the setting has."""
+    if key not in {field.name for field in fields(Dynamic)}:
+        return text  # the policy says which settings there are
+    if key in _SWITCHES:
+        words = {"true": True, "yes": True, "1": True}
+        words |= {"false": False, "no": False, "0": False}
+        return words.get(text.lower(), text)
+    if key in _COUNTS:
+        number = _number(key, text)
+        return int(number) if number.is_integer() else number
+    if key in {"at_min", "at_max", "late_growth"}:
+        return text
+    return _number(key, text)
+
+
+def _number(key: str, text: str) -> float:
+    """Read a number; powers may be written 2**16."""
+    base, power, exponent = text.partition("**")
+    try:
+        return float(base) ** float(exponent) if power else float(text)
+    except (ValueError, OverflowError):
+        message = f"{key} must be a number such as 1024 or 2**16, got {text!r}."
+        raise SettingError(message) from None

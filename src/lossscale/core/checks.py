@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of settings, made at construction: one clear error, never at step 40,000.
+
+Each check returns the value as a plain Python number, so that settings stay hashable
+and can be written as JSON whatever kind of number the caller had.
+"""
+
+import struct
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+from lossscale.core.errors import SettingError, SettingTypeError
+
+FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
+"""The largest float32 number."""
+
+SMALLEST_NORMAL = 2.0**-126
+"""The smallest normal float32 number. Its reciprocal is finite."""
+
+
+def as_float32(value: float) -> float:
+    """Round to float32, the precision in which scales are kept.
+
+    Raises:
+        OverflowError: If the value is beyond float32.
+    """
+    rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return rounded
+
+
+def number(name: str, value: Any, expected: str) -> float:
+    """Return `value` as a finite float; a bool, a string or NaN is an error."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        message = f"{name} must be {expected}, got {value!r} ({type(value).__name__})."
+        raise SettingTypeError(message)
+    result = float(value)
+    if not -FLOAT32_MAX <= result <= FLOAT32_MAX:  # NaN fails this as well
+        message = f"{name} must be {expected}, got {value!r}."
+        raise SettingError(message)
+    return result
+
+
+def count(name: str, value: Any) -> int:
+    """Return `value` as an int of at least 1."""
+    expected = "a whole number of steps, 1 or more"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        message = f"{name} must be {expected}, got {value!r} ({type(value).__name__})."
+        raise SettingTypeError(message)
+    result = int(value)
+    # Counters are int32 in most frameworks.
+    if not 1 <= result < 2**31 - 1:
+        message = f"{name} must be {expected} (and below 2**31 - 1), got {value!r}."
+        raise SettingError(message)
+    return result
+
+
+def scale(name: str, value: Any) -> float:
+    """Return `value` as a scale: positive, and finite with a finite reciprocal."""
+    expected = "a positive float32 number from 2**-126 to 3.4028235e38"
+    result = number(name, value, expected)
+    if not SMALLEST_NORMAL <= result <= FLOAT32_MAX:
+        message = f"{name} must be {expected}, got {value!r}."
+        raise SettingError(message)
+    return result
+
+
+def above_one(name: str, value: Any) -> float:
+    """Return `value` if it is above 1 after rounding to float32."""
+    expected = "a number above 1 (in float32), such as 2.0"
+    result = number(name, value, expected)
+    if not as_float32(result) > 1.0:
+        message = f"{name} must be {expected}, got {value!r}."
+        raise SettingError(message)
+    return result
+
+
+def below_one(name: str, value: Any) -> float:
+    """Return `value` if it lies between 0 and 1 after rounding to float32."""
+    expected = "a number above 0 and below 1 (in float32), such as 0.5"
+    result = number(name, value, expected)
+    if not 0.0 < as_float32(result) < 1.0:
+        message = f"{name} must be {expected}, got {value!r}."
+        raise SettingError(message)
+    return result
+
+
+def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
+    """Return `value` if it is one of the allowed words."""
+    words = tuple(allowed)
+    if not isinstance(value, str) or value not in words:
+        expected = " or ".join(repr(word) for word in words)
+        message = f"{name} must be {expected}, got {value!r}."
+        raise SettingError(message)
+    return value
+
+
+def switch(name: str, value: Any) -> bool:
+    """Return `value` if it is True or False."""
+    if not isinstance(value, bool):
+        message = f"{name} must be True or False, got {value!r}."
+        raise SettingTypeError(message)
+    return value

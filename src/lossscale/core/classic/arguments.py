@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constructor arguments of the classic classes, as liberal as the originals were.
+
+The originals took a bool for a number, and any period below 1 for 1. We take them
+too. NaN, infinities, zero and negative scales, which the originals let through to
+break training later, are errors here.
+"""
+
+from numbers import Integral, Real
+from typing import Any
+
+from lossscale.core import checks
+from lossscale.core.errors import SettingError, SettingTypeError
+
+
+def real_number(name: str, value: Any) -> float:
+    """Return a number of any kind as a float: Python's, NumPy's, a bool, a scalar."""
+    if not isinstance(value, Real) and getattr(value, "ndim", None) == 0:
+        value = value.item() if hasattr(value, "item") else value.numpy().item()
+    if not isinstance(value, Real):
+        message = f"{name} must be a number, got {value!r} ({type(value).__name__})."
+        raise SettingTypeError(message)
+    return checks.number(name, float(value), "a finite float32 number")
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Return a number of steps; below 1 acts as 1, as it did in the originals."""
+    if not isinstance(value, Integral):
+        message = (
+            f"{name} must be a whole number of steps, got {value!r} "
+            f"({type(value).__name__})."
+        )
+        raise SettingTypeError(message)
+    return max(1, int(value))
+
+
+def fixed_scale(name: str, value: float) -> float:
+    """Return a fixed loss scale if it is 1 or more, as the originals demand."""
+    if not value >= 1.0:
+        message = f"{name} must be a number of 1 or more, got {value!r}."
+        raise SettingError(message)
+    return value

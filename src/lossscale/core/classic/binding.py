@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a framework lends to the classic classes.
+
+A binding knows how its framework keeps variables, tells finite from non-finite
+gradients and does one thing only if a flag says so. It knows nothing about scales:
+the rule stays in the core.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from lossscale.core.state import Array, ScaleState
+
+
+class Variable(NamedTuple):
+    """How a class wants one of its variables to be kept."""
+
+    name: str
+    """The name under which it is checkpointed."""
+    dtype: str
+    """"float32", "int32" or "int64"."""
+
+
+class Cell(Protocol):
+    """A `ScaleState` kept in a framework's variables."""
+
+    def read(self) -> ScaleState:
+        """Return the current values as tensors."""
+        ...
+
+    def assign(self, state: ScaleState) -> Any:
+        """Store new values: `None` where that happens at once, else an op to run."""
+        ...
+
+
+class Binding(Protocol):
+    """The framework's side of the classic classes."""
+
+    def cell(
+        self,
+        owner: Any,
+        state: ScaleState,
+        scale: Variable,
+        good: Variable,
+        bad: Variable | None,
+    ) -> Cell:
+        """Create the variables of a class, owned (and checkpointed) by `owner`.
+
+        Without `bad` there is no such variable, and it reads as 0.
+        """
+        ...
+
+    def constant(self, value: float) -> Array:
+        """Return a float32 scalar tensor."""
+        ...
+
+    def flag(self, finite: Any) -> Array:
+        """Return what a user passed as `finite` as a boolean scalar, or raise."""
+        ...
+
+    def all_finite(self, grads: Any) -> Array:
+        """Return whether a nest of gradients is finite, as a boolean scalar."""
+        ...
+
+    def where(self, condition: Array, first: Array, second: Array) -> Array:
+        """Select, elementwise."""
+        ...
+
+    def nothing(self) -> Any:
+        """Return what an update without effect returns: `None`, or a no-op."""
+        ...
+
+    def scale_loss(self, loss: Any, loss_scale: Array) -> Any:
+        """Return the loss, a value or a callable, times the scale, in float32."""
+        ...
+
+    def unscale(self, grads: list[Any], loss_scale: Array) -> list[Any]:
+        """Return the gradients divided by the scale; `None` stays `None`."""
+        ...
+
+    def transaction(
+        self, permitted: Array, apply: Callable[[], Any], update: Callable[[], Any]
+    ) -> Any:
+        """Run `apply` if permitted, then `update` in any case.
+
+        If `apply` raises, `update` does not happen: the scale and the weights move
+        together or not at all. Returns `None`, or an op that does all of it.
+        """
+        ...

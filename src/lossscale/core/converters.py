@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scaler states of other libraries, read into ours and written from ours.
+
+A library's state is taken as the plain mapping that the library itself hands out
+(`state_dict()` and its like) or the JSON of it; nothing is unpickled. Most libraries
+save less than their whole behaviour: what a mapping does not say comes from `policy`,
+or else from the library's preset. Writing reports what the other library cannot keep.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from math import frexp
+from typing import Any, NamedTuple
+
+from lossscale.core import presets
+from lossscale.core.errors import LossScaleError, StateError
+from lossscale.core.libraries import LIBRARIES, Library, Pair, Values
+from lossscale.core.policies import Dynamic, Policy
+from lossscale.core.portable import FORMAT, from_portable, to_portable
+from lossscale.core.state import ScaleState
+
+
+class Written(NamedTuple):
+    """A state in another library's form, and what that form cannot hold."""
+
+    values: dict[str, Any]
+    """The other library's mapping."""
+    lost: tuple[str, ...]
+    """One line for each setting or counter that the other library does not keep."""
+
+
+def from_library(library: str, values: Values, policy: Dynamic | None = None) -> Pair:
+    """Read another library's scaler state.
+
+    Args:
+        library: One of `LIBRARIES`.
+        values: The mapping that the library's `state_dict` (or its like) returned.
+        policy: Settings that the mapping does not hold, such as Megatron's
+            hysteresis; by default those of the library's preset.
+
+    Raises:
+        StateError: If the mapping is not that library's, or its scale has collapsed.
+
+    Example:
+        >>> from lossscale.core.converters import from_library
+        >>> saved = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+        ...          "growth_interval": 2000, "_growth_tracker": 3}
+        >>> from_library("torch", saved)[1]
+        ScaleState(scale=1024.0, good=3, bad=0)
+    """
+    converter = _find(library)
+    if not isinstance(values, Mapping):
+        message = f"A state of {library} is a mapping, got {type(values).__name__}."
+        raise StateError(message)
+    missing = sorted(converter.keys - set(values))
+    if missing:
+        message = (
+            f"This is not a state of {library}: {missing} are missing, there are "
+            f"{sorted(map(str, values))}."
+        )
+        raise StateError(message)
+    base = presets.get(converter.preset) if policy is None else policy
+    try:
+        read_policy, state = converter.read(values, base)
+        # Checks the numbers of the state, as every portable state is checked.
+        return read_policy, from_portable(to_portable(read_policy, state))[1]
+    except LossScaleError as error:
+        message = f"The state of {library} is not usable: {error}"
+        raise StateError(message) from error
+
+
+def to_library(library: str, policy: Policy, state: ScaleState) -> Written:
+    """Write a scaler state in another library's form.
+
+    Raises:
+        StateError: If the library cannot hold such a policy at all.
+    """
+    converter = _find(library)
+    if not isinstance(policy, Dynamic):
+        message = (
+            f"A state of {library} is that of a dynamic scale, this policy is "
+            f"{policy!r}."
+        )
+        raise StateError(message)
+    state = from_portable(to_portable(policy, state))[1]
+    values = converter.write(policy, state)
+    # Read it back as the other library would, and see what is not there any more.
+    kept_policy, kept_state = from_library(library, values)
+    ours = _comparable(policy) | state._asdict()
+    theirs = _comparable(kept_policy) | kept_state._asdict()
+    # Nobody keeps the first scale; once training runs it has no further effect.
+    lost = tuple(
+        f"{name} is {ours[name]!r} here, {library} will take {theirs[name]!r}"
+        for name in ours
+        if name != "init_scale" and ours[name] != theirs[name]
+    )
+    return Written(values, lost)
+
+
+def recognise(values: Values) -> str:
+    """Return the name of the library whose mapping this is; "lossscale" for ours.
+
+    Raises:
+        StateError: If it fits none or several.
+    """
+    if values.get("format", "") == FORMAT:
+        return "lossscale"
+    fitting = [name for name, one in LIBRARIES.items() if one.keys <= set(values)]
+    # TensorFlow and tf_keras keep the same two variables.
+    if fitting == ["tensorflow", "tf_keras"]:
+        return "tf_keras" if "dynamic_growth_steps" in values else "tensorflow"
+    if len(fitting) == 1:
+        return fitting[0]
+    message = (
+        f"Cannot tell whose state this is, with the keys {sorted(map(str, values))}; "
+        f"say so: {', '.join(LIBRARIES)}."
+    )
+    raise StateError(message)
+
+
+def _find(library: str) -> Library:
+    if library not in LIBRARIES:
+        message = f"No converter for {library!r}; there are {', '.join(LIBRARIES)}."
+        raise StateError(message)
+    return LIBRARIES[library]
+
+
+def _comparable(policy: Dynamic) -> dict[str, Any]:
+    """Return the settings, with those that come to the same thing written alike."""
+    settings = asdict(policy)
+    if policy.hysteresis == 1:  # nothing is ever counted
+        settings |= {"consecutive": False, "backoff_refills": True}
+    divisor = policy.backoff_divisor
+    if divisor is not None and frexp(divisor)[0] == 0.5:  # noqa: PLR2004
+        settings |= {"backoff_factor": 1.0 / divisor, "backoff_divisor": None}
+    return settings

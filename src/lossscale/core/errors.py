@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exception tree: everything that lossscale raises on purpose.
+
+    LossScaleError
+    ├── SettingError          (ValueError)   a setting no policy can work with
+    ├── SettingTypeError      (TypeError)    a setting of the wrong kind
+    ├── GradientError         (TypeError)    a gradient that cannot be scaled
+    ├── StructureError        (ValueError)   two nested structures that do not match
+    ├── StateError            (ValueError)   a saved state that cannot be used
+    └── MissingPackageError   (ImportError)  an optional part that is not installed
+
+Each is also the builtin exception that a caller would have caught, so code written
+for the libraries we replace keeps working. Every message says what was given, what
+was expected and what to type.
+"""
+
+
+class LossScaleError(Exception):
+    """Base class of every exception that lossscale raises on purpose."""
+
+
+class SettingError(LossScaleError, ValueError):
+    """A policy or class was given a value that it cannot work with."""
+
+
+class SettingTypeError(LossScaleError, TypeError):
+    """A policy or class was given a value of the wrong kind."""
+
+
+class GradientError(LossScaleError, TypeError):
+    """A gradient or loss is not a floating-point array."""
+
+
+class StructureError(LossScaleError, ValueError):
+    """Two nested structures that should match do not."""
+
+
+class StateError(LossScaleError, ValueError):
+    """A saved state is malformed, foreign, newer, or cannot be expressed."""
+
+
+class MissingPackageError(LossScaleError, ImportError):
+    """An optional part of lossscale needs a package that is not installed."""

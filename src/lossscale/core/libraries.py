@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scaler states of other libraries: which keys they have and what those mean.
+
+One pair of functions per library, and the table `LIBRARIES` at the end. The keys are
+those that the library's own `state_dict`, checkpoint or attributes have; settings that
+a library does not save come from the policy that the reader is handed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from numbers import Integral, Real
+from typing import Any, TypeAlias
+
+from lossscale.core.errors import StateError
+from lossscale.core.policies import Dynamic
+from lossscale.core.portable import plain_number
+from lossscale.core.state import ScaleState
+
+Values: TypeAlias = Mapping[str, Any]
+Pair: TypeAlias = tuple[Dynamic, ScaleState]
+
+
+@dataclass(frozen=True)
+class Library:
+    """How one library's mapping is recognised, read and written."""
+
+    keys: frozenset[str]
+    """Keys that a mapping of this library has at least."""
+    preset: str
+    """Where settings come from that the mapping does not hold."""
+    read: Callable[[Values, Dynamic], Pair]
+    write: Callable[[Dynamic, ScaleState], dict[str, Any]]
+
+
+def _number(values: Values, key: str, default: float | None = None) -> float:
+    value = plain_number(values.get(key, default))
+    if isinstance(value, bool) or not isinstance(value, Real):
+        message = f"'{key}' must be a number, got {value!r}."
+        raise StateError(message)
+    return float(value)
+
+
+def _count(values: Values, key: str, default: int | None = None) -> int:
+    value = plain_number(values.get(key, default))
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        message = f"'{key}' must be a whole number, got {value!r}."
+        raise StateError(message)
+    return int(value)
+
+
+def _with(base: Dynamic, **settings: Any) -> Dynamic:
+    """Return the base with other settings, and a first scale that fits the bounds."""
+    if "backoff_factor" in settings or "backoff_divisor" in settings:
+        settings = {"backoff_factor": None, "backoff_divisor": None} | settings
+    bounds = asdict(base) | settings
+    first = settings.get("init_scale", base.init_scale)
+    first = min(max(first, bounds["min_scale"]), bounds["max_scale"])
+    return replace(base, **settings | {"init_scale": first})
+
+
+def _backoff_factor(policy: Dynamic) -> float:
+    """Return the factor that comes nearest to the policy's back-off."""
+    if policy.backoff_divisor is not None:
+        return 1.0 / policy.backoff_divisor
+    return float(policy.backoff_factor or 0.5)
+
+
+def _read_torch(values: Values, base: Dynamic) -> Pair:
+    policy = _with(
+        base,
+        growth_factor=_number(values, "growth_factor"),
+        backoff_factor=_number(values, "backoff_factor"),
+        growth_interval=_count(values, "growth_interval"),
+    )
+    good = _count(values, "_growth_tracker")
+    return policy, ScaleState(_number(values, "scale"), good, 0)
+
+
+def _write_torch(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
+    return {
+        "scale": state.scale,
+        "growth_factor": policy.growth_factor,
+        "backoff_factor": _backoff_factor(policy),
+        "growth_interval": policy.growth_interval,
+        "_growth_tracker": state.good,
+    }
+
+
+def _read_keras(values: Values, base: Dynamic) -> Pair:
+    policy = _with(
+        base,
+        init_scale=_number(values, "initial_scale", base.init_scale),
+        growth_interval=_count(values, "dynamic_growth_steps", base.growth_interval),
+    )
+    good = _count(values, "step_counter")
+    return policy, ScaleState(_number(values, "dynamic_scale"), good, 0)
+
+
+def _write_keras(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
+    return {
+        "initial_scale": policy.init_scale,
+        "dynamic_growth_steps": policy.growth_interval,
+        "dynamic_scale": state.scale,
+        "step_counter": state.good,
+    }
+
+
+def _read_tensorflow(values: Values, base: Dynamic) -> Pair:
+    """Read the two checkpointed variables, with the config of either class."""
+    first = _number(values, "initial_scale", base.init_scale)
+    interval = _count(values, "dynamic_growth_steps", base.growth_interval)
+    multiplier = _number(values, "multiplier", base.growth_factor)
+    policy = _with(
+        base,
+        init_scale=_number(values, "initial_loss_scale", first),
+        growth_interval=_count(values, "increment_period", interval),
+        growth_factor=multiplier,
+        backoff_divisor=multiplier,
+    )
+    scale = _number(values, "current_loss_scale")
+    return policy, ScaleState(scale, _count(values, "good_steps"), 0)
+
+
+def _write_tensorflow(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
+    return {
+        "initial_loss_scale": policy.init_scale,
+        "increment_period": policy.growth_interval,
+        "multiplier": policy.growth_factor,
+        "current_loss_scale": state.scale,
+        "good_steps": state.good,
+    }
+
+
+def _write_tf_keras(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
+    return {
+        "initial_scale": policy.init_scale,
+        "dynamic_growth_steps": policy.growth_interval,
+        "current_loss_scale": state.scale,
+        "good_steps": state.good,
+    }
+
+
+def _read_jmp(values: Values, base: Dynamic) -> Pair:
+    factor = _number(values, "factor", base.growth_factor)
+    policy = _with(
+        base,
+        growth_interval=_count(values, "period", base.growth_interval),
+        growth_factor=factor,
+        backoff_divisor=factor,
+        min_scale=_number(values, "min_loss_scale", base.min_scale),
+    )
+    scale = _number(values, "loss_scale")
+    return policy, ScaleState(scale, _count(values, "counter"), 0)
+
+
+def _write_jmp(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
+    return {
+        "loss_scale": state.scale,
+        "counter": state.good,
+        "period": policy.growth_interval,
+        "factor": policy.growth_factor,
+        "min_loss_scale": policy.min_scale,
+    }
+
+
+def _read_flax(values: Values, base: Dynamic) -> Pair:
+    policy = _with(
+        base,
+        growth_factor=_number(values, "growth_factor", base.growth_factor),
+        backoff_factor=_number(values, "backoff_factor", _backoff_factor(base)),
+        growth_interval=_count(values, "growth_interval", base.growth_interval),
+        min_scale=_number(values, "minimum_scale", base.min_scale),
+    )
+    scale = _number(values, "scale")
+    return policy, ScaleState(scale, _count(values, "fin_steps"), 0)
+
+
+def _write_flax(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
+    return {
+        "growth_factor": policy.growth_factor,
+        "backoff_factor": _backoff_factor(policy),
+        "growth_interval": policy.growth_interval,
+        "minimum_scale": policy.min_scale,
+        "fin_steps": state.good,
+        "scale": state.scale,
+    }
+
+
+def _read_deepspeed(values: Values, base: Dynamic) -> Pair:
+    """Read the attributes of a DynamicLossScaler, or FP16_Optimizer's fewer keys."""
+    factor = _number(values, "scale_factor", base.growth_factor)
+    window = _count(values, "scale_window", base.growth_interval)
+    hysteresis = _count(values, "delayed_shift", base.hysteresis)
+    policy = _with(
+        base,
+        growth_factor=factor,
+        backoff_divisor=factor,
+        growth_interval=window,
+        hysteresis=hysteresis,
+        min_scale=_number(values, "min_scale", base.min_scale),
+        consecutive=bool(values.get("consecutive_hysteresis", base.consecutive)),
+    )
+    # DeepSpeed counts clean steps since the last overflow and never starts again; our
+    # counter stands at 1 after a growth, since only the first growth comes a step late.
+    clean = _count(values, "cur_iter") - 1 - _count(values, "last_overflow_iter")
+    good = (clean - 1) % window + 1 if clean > 0 else 0
+    bad = hysteresis - _count(values, "cur_hysteresis", hysteresis)
+    return policy, ScaleState(_number(values, "cur_scale"), good, bad)
+
+
+def _write_deepspeed(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
+    return {
+        "cur_scale": state.scale,
+        "cur_iter": state.good,
+        "last_overflow_iter": -1,
+        "scale_factor": policy.growth_factor,
+        "scale_window": policy.growth_interval,
+        "min_scale": policy.min_scale,
+        "delayed_shift": policy.hysteresis,
+        # It stays at 1 once used up: each overflow then backs off.
+        "cur_hysteresis": max(1, policy.hysteresis - state.bad),
+        "consecutive_hysteresis": policy.consecutive,
+    }
+
+
+def _read_megatron(values: Values, base: Dynamic) -> Pair:
+    bad = base.hysteresis - _count(values, "hysteresis_tracker")
+    good = _count(values, "growth_tracker")
+    return base, ScaleState(_number(values, "scale"), good, bad)
+
+
+def _write_megatron(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
+    return {
+        "scale": state.scale,
+        "growth_tracker": state.good,
+        "hysteresis_tracker": policy.hysteresis - state.bad,
+    }
+
+
+def _read_apex(values: Values, base: Dynamic) -> Pair:
+    others = [key for key in values if key != "loss_scaler0"]
+    if others:
+        message = (
+            f"It holds several losses, {['loss_scaler0', *others]}; convert one at a "
+            'time, as {"loss_scaler0": ...}.'
+        )
+        raise StateError(message)
+    inner = values["loss_scaler0"]
+    if not isinstance(inner, Mapping):
+        message = f"'loss_scaler0' must be a mapping, got {inner!r}."
+        raise StateError(message)
+    scale = _number(inner, "loss_scale")
+    return base, ScaleState(scale, _count(inner, "unskipped"), 0)
+
+
+def _write_apex(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
+    del policy
+    return {"loss_scaler0": {"loss_scale": state.scale, "unskipped": state.good}}
+
+
+LIBRARIES: dict[str, Library] = {
+    "torch": Library(
+        frozenset({"scale", "growth_interval", "_growth_tracker"}),
+        "torch",
+        _read_torch,
+        _write_torch,
+    ),
+    "keras": Library(
+        frozenset({"dynamic_scale", "step_counter"}), "keras", _read_keras, _write_keras
+    ),
+    "tensorflow": Library(
+        frozenset({"current_loss_scale", "good_steps"}),
+        "tensorflow",
+        _read_tensorflow,
+        _write_tensorflow,
+    ),
+    "tf_keras": Library(
+        frozenset({"current_loss_scale", "good_steps"}),
+        "tensorflow",
+        _read_tensorflow,
+        _write_tf_keras,
+    ),
+    "jmp": Library(frozenset({"loss_scale", "counter"}), "jmp", _read_jmp, _write_jmp),
+    "flax": Library(frozenset({"scale", "fin_steps"}), "flax", _read_flax, _write_flax),
+    "deepspeed": Library(
+        frozenset({"cur_scale", "cur_iter", "last_overflow_iter"}),
+        "deepspeed",
+        _read_deepspeed,
+        _write_deepspeed,
+    ),
+    "megatron": Library(
+        frozenset({"scale", "growth_tracker", "hysteresis_tracker"}),
+        "megatron",
+        _read_megatron,
+        _write_megatron,
+    ),
+    "apex": Library(frozenset({"loss_scaler0"}), "apex", _read_apex, _write_apex),
+}
+"""Every library whose state can be read and written, by name."""

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies: the settings of a loss scale, and how a step moves it.
+
+`Policy` is a protocol of two methods. `Fixed` and `Dynamic` implement it, and so does
+any frozen dataclass of yours; nobody subclasses `Dynamic`. Settings are checked at
+construction. The transition itself stands in `rule.py` and is not restated here.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
+
+from lossscale.core import checks
+from lossscale.core.errors import SettingError
+from lossscale.core.rule import transition
+from lossscale.core.state import ScaleState, Signal, Where
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """How a loss scale starts and how a step moves it.
+
+    A policy is immutable and hashable; everything that changes is in the state. It
+    must work with `signal.finite` alone: other measurements may be `None`.
+    """
+
+    def init(self) -> ScaleState:
+        """Return the first state, as Python numbers."""
+        ...
+
+    def step(self, state: ScaleState, signal: Signal, *, where: Where) -> ScaleState:
+        """Return the state after a step, in the kind of array that `state` holds."""
+        ...
+
+
+class Settings(NamedTuple):
+    """The numbers that `transition` takes, in its order, rounded to float32."""
+
+    growth_factor: float
+    growth_threshold: int
+    good_after_growth: int
+    backoff: float
+    hysteresis: int
+    min_scale: float
+    max_scale: float
+
+
+class Switches(NamedTuple):
+    """The booleans that `transition` takes, in its order."""
+
+    backoff_divides: bool
+    hold_at_min: bool
+    clamp_at_max: bool
+    finite_clears_bad: bool
+    backoff_clears_bad: bool
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A scale that never moves.
+
+    Steps with non-finite gradients are still reported by `Signal.finite`, for the
+    caller to skip.
+
+    Example:
+        >>> from lossscale import Fixed
+        >>> Fixed(1024.0).init().scale
+        1024.0
+    """
+
+    scale: float = 2.0**15
+    """The scale; its reciprocal must be finite in float32 too."""
+
+    def __post_init__(self) -> None:
+        """Check the scale."""
+        object.__setattr__(self, "scale", checks.scale("scale", self.scale))
+
+    def init(self) -> ScaleState:
+        """Return the only state there is."""
+        return ScaleState(self.scale, 0, 0)
+
+    def step(self, state: ScaleState, signal: Signal, *, where: Where) -> ScaleState:
+        """Return the state as it is."""
+        del signal, where
+        return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dynamic:
+    """A scale that grows after clean steps and backs off after overflows.
+
+    The defaults are torch's numbers, with a floor and a cap that keep both the scale
+    and its reciprocal normal float32 numbers. `lossscale.presets` holds the settings
+    with which a `Dynamic` behaves as another library does.
+
+    Example:
+        >>> from lossscale import Dynamic
+        >>> Dynamic(growth_interval=100, hysteresis=2).init()
+        ScaleState(scale=65536.0, good=0, bad=0)
+    """
+
+    init_scale: float = 2.0**16
+    """The scale to start with. Too high costs a few skipped steps, too low far more
+    steps of lost gradients."""
+
+    growth_factor: float = 2.0
+    """What the scale is multiplied by when it grows; above 1."""
+
+    backoff_factor: float | None = None
+    """What the scale is multiplied by when it backs off; between 0 and 1. It is 0.5
+    unless `backoff_divisor` is given."""
+
+    growth_interval: int = 2000
+    """How many clean steps in a row make the scale grow."""
+
+    hysteresis: int = 1
+    """How many overflows make the scale back off. Every one of them skips its step."""
+
+    min_scale: float = checks.SMALLEST_NORMAL
+    """The floor: no back-off goes below it."""
+
+    max_scale: float = 2.0**126
+    """The cap: no growth goes above it."""
+
+    backoff_divisor: float | None = None
+    """What the scale is divided by when it backs off, instead of `backoff_factor`.
+    Dividing by 3 undoes a growth by 3; multiplying by a rounded 1/3 does not."""
+
+    at_min: Literal["clamp", "hold"] = "clamp"
+    """At the floor: go to `min_scale` exactly, or refuse the move."""
+
+    at_max: Literal["hold", "clamp"] = "hold"
+    """At the cap: refuse the growth, or go to `max_scale` exactly. Refusing keeps a
+    power of two a power of two, and unscaling exact."""
+
+    late_growth: Literal["never", "first", "always"] = "never"
+    """Whether growth takes one clean step more than `growth_interval`: never, only
+    the first time after an overflow (DeepSpeed), or always (flax)."""
+
+    consecutive: bool = False
+    """Whether only consecutive overflows add up to `hysteresis`: a clean step clears
+    the count. Otherwise they accumulate until the scale grows or backs off."""
+
+    backoff_refills: bool = True
+    """Whether a back-off clears the count of overflows. If not, every overflow after
+    it backs off again, until growth (or, with `consecutive`, a clean step) clears
+    the count (Megatron, DeepSpeed)."""
+
+    def __post_init__(self) -> None:
+        """Check every setting, and keep it as a plain Python number."""
+        factor, divisor = self.backoff_factor, self.backoff_divisor
+        if factor is not None and divisor is not None:
+            message = (
+                f"backoff_factor={factor!r} and backoff_divisor={divisor!r} were both "
+                "given; give one of them and leave the other out (or None)."
+            )
+            raise SettingError(message)
+        if divisor is None:
+            factor = 0.5 if factor is None else factor
+            factor = checks.below_one("backoff_factor", factor)
+        else:
+            divisor = checks.above_one("backoff_divisor", divisor)
+        checked = {
+            "init_scale": checks.scale("init_scale", self.init_scale),
+            "growth_factor": checks.above_one("growth_factor", self.growth_factor),
+            "backoff_factor": factor,
+            "growth_interval": checks.count("growth_interval", self.growth_interval),
+            "hysteresis": checks.count("hysteresis", self.hysteresis),
+            "min_scale": checks.scale("min_scale", self.min_scale),
+            "max_scale": checks.scale("max_scale", self.max_scale),
+            "backoff_divisor": divisor,
+            "at_min": checks.choice("at_min", self.at_min, ("clamp", "hold")),
+            "at_max": checks.choice("at_max", self.at_max, ("hold", "clamp")),
+            "late_growth": checks.choice(
+                "late_growth", self.late_growth, ("never", "first", "always")
+            ),
+            "consecutive": checks.switch("consecutive", self.consecutive),
+            "backoff_refills": checks.switch("backoff_refills", self.backoff_refills),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.min_scale > self.max_scale:
+            message = (
+                f"min_scale={self.min_scale!r} is above max_scale={self.max_scale!r}; "
+                "the floor must not be above the cap."
+            )
+            raise SettingError(message)
+        if not self.min_scale <= self.init_scale <= self.max_scale:
+            message = (
+                f"init_scale={self.init_scale!r} must lie between "
+                f"min_scale={self.min_scale!r} and max_scale={self.max_scale!r}."
+            )
+            raise SettingError(message)
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The numbers that the rule takes."""
+        divisor = self.backoff_divisor
+        backoff = cast("float", self.backoff_factor if divisor is None else divisor)
+        return Settings(
+            growth_factor=checks.as_float32(self.growth_factor),
+            growth_threshold=self.growth_interval + (self.late_growth != "never"),
+            good_after_growth=int(self.late_growth == "first"),
+            backoff=checks.as_float32(backoff),
+            hysteresis=self.hysteresis,
+            min_scale=checks.as_float32(self.min_scale),
+            max_scale=checks.as_float32(self.max_scale),
+        )
+
+    @cached_property
+    def switches(self) -> Switches:
+        """The switches that the rule takes."""
+        return Switches(
+            backoff_divides=self.backoff_divisor is not None,
+            hold_at_min=self.at_min == "hold",
+            clamp_at_max=self.at_max == "clamp",
+            finite_clears_bad=self.consecutive,
+            backoff_clears_bad=self.backoff_refills,
+        )
+
+    def init(self) -> ScaleState:
+        """Return the first state: the initial scale, nothing counted."""
+        return ScaleState(self.init_scale, 0, 0)
+
+    def step(self, state: ScaleState, signal: Signal, *, where: Where) -> ScaleState:
+        """Return the state after a step; see `lossscale.core.rule.transition`."""
+        scale, good, bad = transition(
+            state.scale,
+            state.good,
+            state.bad,
+            signal.finite,
+            *self.settings,
+            *self.switches,
+            where,
+        )
+        return ScaleState(scale, good, bad)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scaler's state as one plain JSON object, the same for every framework.
+
+    {"format": "lossscale/1",
+     "policy": {"kind": "dynamic", "init_scale": 65536.0, ...},
+     "state": {"scale": 32768.0, "good": 17, "bad": 0}}
+
+Reading parses JSON and nothing else: nothing is ever unpickled. An object that is
+truncated, malformed, foreign or of a newer format gives one `StateError` and changes
+nothing. Files are replaced atomically: a kill in the middle leaves the old file whole.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lossscale.core import checks
+from lossscale.core.errors import LossScaleError, StateError
+from lossscale.core.policies import Dynamic, Fixed, Policy
+from lossscale.core.state import ScaleState
+
+FORMAT = "lossscale/1"
+"""The format that this version writes, and the newest that it reads."""
+
+_KINDS: dict[str, type[Fixed | Dynamic]] = {"fixed": Fixed, "dynamic": Dynamic}
+
+Portable: TypeAlias = dict[str, Any]
+"""The object described above."""
+
+
+def to_portable(policy: Policy, state: ScaleState) -> Portable:
+    """Return a policy and its state as one JSON-ready object.
+
+    On a GPU this waits for the device: three numbers are copied to the host.
+
+    Raises:
+        StateError: If the policy is not one of ours, or the state is not one scale
+            with two counters.
+
+    Example:
+        >>> from lossscale import Fixed, to_portable
+        >>> policy = Fixed(1024.0)
+        >>> to_portable(policy, policy.init())["state"]
+        {'scale': 1024.0, 'good': 0, 'bad': 0}
+    """
+    for kind, policy_class in _KINDS.items():
+        if type(policy) is policy_class:
+            settings = {"kind": kind, **asdict(policy)}
+            break
+    else:
+        message = (
+            f"A {type(policy).__name__} cannot be written: a portable state holds "
+            "lossscale's own Fixed or Dynamic. Save the fields of your policy and the "
+            "three numbers of its state yourself."
+        )
+        raise StateError(message)
+    return {"format": FORMAT, "policy": settings, "state": _plain(state)._asdict()}
+
+
+def from_portable(portable: Mapping[str, Any]) -> tuple[Fixed | Dynamic, ScaleState]:
+    """Return the policy and the state, as Python numbers, of a portable object.
+
+    Hand both to the `init` of a framework's module to go on training.
+
+    Raises:
+        StateError: If the object is malformed, foreign, or of a newer format.
+
+    Example:
+        >>> from lossscale import Fixed, from_portable, to_portable
+        >>> policy = Fixed(1024.0)
+        >>> from_portable(to_portable(policy, policy.init()))
+        (Fixed(scale=1024.0), ScaleState(scale=1024.0, good=0, bad=0))
+    """
+    _check_format(portable)
+    _check_keys("the object", portable, {"format", "policy", "state"})
+    settings, values = portable["policy"], portable["state"]
+    for name, part in (("policy", settings), ("state", values)):
+        if not isinstance(part, Mapping):
+            message = f"'{name}' must be an object, got {part!r}."
+            raise StateError(message)
+    kind = settings.get("kind")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        message = f"The policy's kind must be {' or '.join(_KINDS)}, got {kind!r}."
+        raise StateError(message)
+    policy_class = _KINDS[kind]
+    names = {field.name for field in fields(policy_class)}
+    _check_keys("the policy", settings, names | {"kind"})
+    _check_keys("the state", values, set(ScaleState._fields))
+    try:
+        policy = policy_class(**{name: settings[name] for name in names})
+    except LossScaleError as error:
+        message = f"The policy is not usable: {error}"
+        raise StateError(message) from error
+    return policy, _plain(ScaleState(**values))
+
+
+def save(path: str | os.PathLike[str], policy: Policy, state: ScaleState) -> None:
+    """Write a policy and its state to a JSON file, atomically."""
+    text = json.dumps(to_portable(policy, state), indent=2, allow_nan=False) + "\n"
+    write_atomically(path, text)
+
+
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Replace a file: the old one stays whole until the new one is on the disk."""
+    target = Path(path)
+    descriptor, name = tempfile.mkstemp(
+        prefix=f".{target.name}.", suffix=".tmp", dir=target.parent
+    )
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes a private file; the result gets what an ordinary open() gives.
+        temporary.chmod(_permissions(target))
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def load(path: str | os.PathLike[str]) -> tuple[Fixed | Dynamic, ScaleState]:
+    """Read a policy and its state from a file written by `save`.
+
+    Raises:
+        StateError: If the file does not hold a portable state.
+    """
+    return from_portable(read_json(path))
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read one JSON object from a file.
+
+    Raises:
+        StateError: If the file cannot be read or holds something else.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        value = json.loads(text)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        message = f"{path} does not hold a JSON object: {error}."
+        raise StateError(message) from error
+    if not isinstance(value, dict):
+        message = f"{path} holds {type(value).__name__}, expected a JSON object."
+        raise StateError(message)
+    return value
+
+
+def _permissions(target: Path) -> int:
+    """Return the mode of the file to be replaced, or that of a new file."""
+    if target.exists():
+        return target.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+def _check_format(portable: Mapping[str, Any]) -> None:
+    """Raise unless the object says that it is of a format we read."""
+    if not isinstance(portable, Mapping):
+        message = f"A portable state is an object, got {type(portable).__name__}."
+        raise StateError(message)
+    written = portable.get("format")
+    if written == FORMAT:
+        return
+    if isinstance(written, str) and written.startswith("lossscale/"):
+        message = (
+            f"This state has format {written!r}, this version reads {FORMAT!r}. "
+            "Upgrade with: pip install --upgrade lossscale"
+        )
+    else:
+        message = (
+            f"This is not a lossscale state: 'format' is {written!r}, expected "
+            f"{FORMAT!r}. Another library's state goes through `lossscale convert` "
+            "or lossscale.core.converters.from_library."
+        )
+    raise StateError(message)
+
+
+def _check_keys(what: str, given: Mapping[str, Any], expected: set[str]) -> None:
+    """Raise unless the object has exactly the expected keys."""
+    missing, unknown = expected - set(given), set(given) - expected
+    if missing or unknown:
+        message = (
+            f"The keys of {what} are not those of a {FORMAT} state: missing "
+            f"{sorted(missing)}, unknown {sorted(map(str, unknown))}."
+        )
+        raise StateError(message)
+
+
+def _plain(state: ScaleState) -> ScaleState:
+    """Return the state as checked Python numbers, whatever arrays held it."""
+    values = {name: plain_number(value) for name, value in state._asdict().items()}
+    scale = values["scale"]
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        message = f"The scale must be one number, got {scale!r}."
+        raise StateError(message)
+    try:
+        scale = checks.scale("The scale", scale)
+    except LossScaleError as error:
+        raise StateError(str(error)) from None
+    for name in ("good", "bad"):
+        counter = values[name]
+        if isinstance(counter, bool) or not isinstance(counter, Integral):
+            message = f"The counter '{name}' must be a whole number, got {counter!r}."
+            raise StateError(message)
+        if counter < 0:
+            message = f"The counter '{name}' must be 0 or more, got {counter!r}."
+            raise StateError(message)
+    return ScaleState(scale, int(values["good"]), int(values["bad"]))
+
+
+def plain_number(value: Any) -> Any:
+    """Return the Python number in an array of one element; anything else as it is."""
+    if hasattr(value, "numpy") and not hasattr(value, "item"):  # TensorFlow's
+        value = value.numpy()
+    if not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, TypeError, ValueError):  # more than one element
+        return value

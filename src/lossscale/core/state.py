@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels from step to step (`ScaleState`) and what a step saw (`Signal`).
+
+Both are NamedTuples of whatever arrays a framework has: trees to JAX, `tf.nest`,
+torch's pytree and optree, with nothing to register. Settings live in policies, never
+here: a library that mixed the two lost its floor under `jit`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+Array: TypeAlias = Any
+"""A number or array of any framework; lossscale's core looks into none of them."""
+
+Where: TypeAlias = Callable[[Array, Array, Array], Array]
+"""A framework's select: `where(condition, a, b)`."""
+
+
+class ScaleState(NamedTuple):
+    """The loss scale and its two counters.
+
+    Example:
+        >>> from lossscale import Dynamic
+        >>> Dynamic(init_scale=1024.0).init()
+        ScaleState(scale=1024.0, good=0, bad=0)
+    """
+
+    scale: Array
+    """What the loss is multiplied by; float32."""
+    good: Array
+    """Clean steps counted towards the next growth; an integer."""
+    bad: Array
+    """Overflows counted towards the next back-off; an integer."""
+
+
+class Signal(NamedTuple):
+    """What one step saw. Only `finite` is required; `None` means not measured.
+
+    Example:
+        >>> from lossscale import Signal
+        >>> Signal(finite=True).amax is None
+        True
+    """
+
+    finite: Array
+    """Whether every gradient is finite, before *and* after it was unscaled."""
+    nan: Array | None = None
+    """Whether any gradient is NaN (an overflow alone gives infinities)."""
+    amax: Array | None = None
+    """The largest finite magnitude of the gradients as they came, still scaled."""
+    norm: Array | None = None
+    """The global norm of the unscaled gradients."""
+    loss_finite: Array | None = None
+    """Whether the loss was finite before it was scaled."""
+    zero_share: Array | None = None
+    """The share of gradient values that are exactly zero."""
+    subnormal_share: Array | None = None
+    """The share of gradient values below the smallest normal number of their dtype."""
+
+
+MEASUREMENTS = ("nan", "amax", "norm", "zero_share", "subnormal_share")
+"""The fields of a `Signal` that `unscale` can measure when asked."""

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nested structures of gradients, for adapters whose framework has no trees of its own.
+
+A structure is any nest of dict, list, tuple and NamedTuple. `None` is not a leaf: it
+stands for a gradient that does not exist and passes through. Nothing that was given
+is changed; every result is a new structure of the same shape.
+"""
+
+from collections.abc import Callable, Iterator
+from copy import copy
+from typing import Any
+
+from lossscale.core.errors import StructureError
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf with its path, such as `['dense'][0].kernel`."""
+    children = _children(tree, path)
+    if children is None:
+        yield path, tree
+        return
+    for name, child in children:
+        yield from leaves(child, name)
+
+
+def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
+    """Return the same structure with `function(path, leaf)` in place of each leaf."""
+    if tree is None:
+        return None
+    children = _children(tree, path)
+    if children is None:
+        return function(path, tree)
+    results = [map_leaves(function, child, name) for name, child in children]
+    if isinstance(tree, dict):
+        result = copy(tree)  # keeps the kind of dict, an OrderedDict or a defaultdict
+        result.update(zip(tree, results, strict=True))
+        return result
+    if hasattr(tree, "_fields"):
+        return type(tree)(*results)
+    return type(tree)(results)
+
+
+def check_same_structure(first: Any, second: Any, path: str = "") -> None:
+    """Raise a `StructureError` that names the first place where two nests differ."""
+    children, others = _children(first, path), _children(second, path)
+    if children is None and others is None:
+        return
+    if (
+        children is None
+        or others is None
+        or type(first) is not type(second)
+        or [name for name, _ in children] != [name for name, _ in others]
+    ):
+        message = (
+            f"The two structures differ at {path or 'the top'}: {_describe(first)} "
+            f"against {_describe(second)}."
+        )
+        raise StructureError(message)
+    for (name, child), (_, other) in zip(children, others, strict=True):
+        check_same_structure(child, other, name)
+
+
+def _children(tree: Any, path: str) -> list[tuple[str, Any]] | None:
+    """Return the children of a container with their paths; `None` for a leaf."""
+    if tree is None:
+        return []
+    if isinstance(tree, dict):
+        return [(f"{path}[{key!r}]", child) for key, child in tree.items()]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        names = (f"{path}.{name}" for name in tree._fields)
+        return list(zip(names, tree, strict=True))
+    if isinstance(tree, (list, tuple)):
+        return [(f"{path}[{index}]", child) for index, child in enumerate(tree)]
+    return None
+
+
+def _describe(tree: Any) -> str:
+    """Say what stands at a place, in a few words."""
+    if isinstance(tree, dict):
+        return f"dict with keys {list(tree)}"
+    if isinstance(tree, (list, tuple)):
+        return f"{type(tree).__name__} of {len(tree)}"
+    return type(tree).__name__
