@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Record golden traces by running the original third-party loss scalers.
 
 Seeded random settings and overflow patterns; one JSON object a line for each.
@@ -64,13 +65,14 @@ def deepspeed_group() -> AbstractContextManager[Any]:
 def torch_on_cpu() -> AbstractContextManager[Any]:
     """While it is open, torch.tensor ignores the device it is asked for."""
     make = import_module("torch").tensor
-    return mock.patch("torch.tensor", lambda *a, device, **k: make(*a, **k))
+    return mock.patch("torch.tensor", lambda *a, device, **k: make(*a, **k))  # noqa: ARG005, PLW0108
 
 
 def paddle_on_gpu() -> AbstractContextManager[Any]:
     """While it is open, Paddle's scaler believes that it is on a GPU."""
     tracer = Bag(_expected_place=Bag(is_gpu_place=lambda: True))
-    return mock.patch("paddle.amp.grad_scaler._dygraph_tracer", lambda: tracer)
+    target = "paddle.amp.grad_scaler._dygraph_tracer"
+    return mock.patch(target, return_value=tracer)
 
 
 def paddle_step(scaler: Any, finite: bool) -> None:

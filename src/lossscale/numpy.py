@@ -92,7 +92,7 @@ def scale(loss: Any, state: ScaleState) -> Any:
 def unscale(
     grads: Any, state: ScaleState, *, measure: Iterable[str] = ()
 ) -> tuple[Any, Signal]:
-    """Divide gradients by the scale, and say whether all of them are finite.
+    """Multiply gradients by 1 / scale, and say whether all of them are finite.
 
     float16 gradients become float32, where small ones do not vanish again; float64
     stays float64. `Signal.finite` looks at the result: an infinity stays one when it
@@ -137,6 +137,8 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         >>> ls.update(policy, ls.init(policy), lossscale.Signal(finite=False)).scale
         np.float32(32768.0)
     """
+    if isinstance(state.scale, float) and not isinstance(state.scale, np.float64):
+        state = init(policy, state)  # a policy's own first state: Python's float64
     finite = signal._replace(finite=np.asarray(signal.finite, dtype=np.bool_))
     with np.errstate(over="ignore"):
         moved = policy.step(state, finite, where=np.where)
@@ -193,11 +195,13 @@ def _measurements(
 ) -> dict[str, Array]:
     """Measure what was asked for; sums are kept in float64."""
     scaled = [np.asarray(leaf) for _, leaf in trees.leaves(grads)]
+    # float32, or float64 where a gradient is: its largest value may need it.
+    number = np.result_type(np.float32, *scaled).type if scaled else np.float32
     count = max(1, sum(leaf.size for leaf in scaled))
     measures: dict[str, Callable[[], Array]] = {
         "nan": lambda: np.bool_(any(np.isnan(leaf).any() for leaf in scaled)),
-        "amax": lambda: np.float32(max(map(_largest, scaled), default=0.0)),
-        "norm": lambda: np.float32(
+        "amax": lambda: number(max(map(_largest, scaled), default=0.0)),
+        "norm": lambda: number(
             np.sqrt(
                 sum(
                     np.square(leaf, dtype=np.float64).sum()
@@ -266,7 +270,7 @@ class _Binding:
 
     def flag(self, finite: Any) -> np.bool_:
         array = np.asarray(finite)
-        if array.size != 1 or array.dtype.kind not in "biuf":
+        if array.size != 1 or array.dtype.kind not in "biuf" or array != array:  # noqa: PLR0124  # NaN
             message = f"finite must be one boolean, got {finite!r}."
             raise GradientError(message)
         return np.bool_(array.item())
@@ -277,8 +281,8 @@ class _Binding:
         )
         return _all_finite(checked)
 
-    def where(self, condition: Array, first: Array, second: Array) -> Array:
-        return np.where(condition, first, second)
+    def update(self, policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
+        return update(policy, state, signal)
 
     def nothing(self) -> None:
         return None

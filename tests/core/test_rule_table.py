@@ -18,7 +18,7 @@ LARGEST = Fraction(2) ** 20
 """A cap that the small configurations reach."""
 
 
-def from_the_table(policy: Dynamic, scale, good, bad, finite):
+def from_the_table(policy: Dynamic, scale, good, bad, finite):  # noqa: PLR0911
     """Return the next (scale, good, bad) by the written contract."""
     if finite:
         due = policy.growth_interval + (policy.late_growth != "never")

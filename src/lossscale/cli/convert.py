@@ -45,7 +45,10 @@ def convert(
     environment: json.dump(scaler.state_dict(), file). Nothing is ever unpickled here.
     What the other form cannot hold is listed on stderr.
     """
-    values = portable.read_json(Path("/dev/stdin") if str(source) == "-" else source)
+    if str(source) == "-":
+        values = portable.parse_json(sys.stdin.read(), "The standard input")
+    else:
+        values = portable.read_json(source)
     library = library or recognise(values)
     if library == "lossscale":
         read_policy, state = portable.from_portable(values)

@@ -36,8 +36,10 @@ def demo(
     True float16 with float32 master weights, in NumPy: without a scale every gradient
     of this deep network rounds to zero.
     """
-    from lossscale.demo import compare, draw
+    from lossscale.demo import check_matplotlib, compare, draw
 
+    if not as_json:
+        check_matplotlib()
     chosen = None if policy is None else parse_policy(policy)
     with progress("training", _RUNS * steps) as advance:
         runs = compare(

@@ -10,8 +10,6 @@ from dataclasses import fields
 from itertools import product
 from typing import Any
 
-import numpy as np
-
 from lossscale.core import presets
 from lossscale.core.errors import SettingError
 from lossscale.core.policies import Dynamic, Fixed
@@ -77,8 +75,9 @@ def _choices(key: str, text: str) -> list[str]:
     if len(parts) != _RANGE_PARTS:
         return text.split(",")
     first, last, count = (_number(key, part) for part in parts)
-    values = np.linspace(first, last, max(1, int(count)))
-    return [str(round(v)) if key in _COUNTS else repr(float(v)) for v in values]
+    steps = max(1, int(count) - 1)
+    values = [first + (last - first) * place / steps for place in range(int(count))]
+    return [str(round(v)) if key in _COUNTS else repr(v) for v in values]
 
 
 def _value(key: str, text: str) -> Any:

@@ -3,17 +3,19 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
-import numpy.typing as npt
 
 from lossscale.cli.output import number, print_json, print_table, progress
 from lossscale.cli.policies import sweep
 from lossscale.core.errors import StateError
 from lossscale.core.policies import Policy
 from lossscale.core.state import Signal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @click.command()
@@ -106,8 +108,10 @@ def simulate(
 
 def _sequence(
     given: str | None, file: Path | None, steps: int, rate: float, seed: int
-) -> npt.NDArray[np.bool_]:
+) -> "npt.NDArray[np.bool_]":
     """Return the flags of the steps."""
+    import numpy as np
+
     if given is not None and file is not None:
         message = "--finite and --file were both given; give one of them."
         raise click.UsageError(message)
@@ -121,8 +125,10 @@ def _sequence(
     return np.random.default_rng(seed).random(steps) >= rate
 
 
-def _read(file: Path) -> npt.NDArray[np.bool_]:
+def _read(file: Path) -> "npt.NDArray[np.bool_]":
     """Read one flag per line."""
+    import numpy as np
+
     flags = []
     with file.open(encoding="utf-8") as lines:
         for place, line in enumerate(lines, start=1):
@@ -149,6 +155,8 @@ def _read(file: Path) -> npt.NDArray[np.bool_]:
 
 def _summary(name: str, result: Any) -> dict[str, Any]:
     """Return one policy's result, with the scale at up to 200 steps."""
+    import numpy as np
+
     points = np.unique(np.linspace(0, result.length, 200).round().astype(np.int64))
     return {
         "policy": name,
@@ -171,7 +179,7 @@ def _summary(name: str, result: Any) -> dict[str, Any]:
 
 
 def _print_trace(
-    policies: dict[str, Policy], finite: npt.NDArray[np.bool_], *, as_json: bool
+    policies: dict[str, Policy], finite: "npt.NDArray[np.bool_]", *, as_json: bool
 ) -> None:
     """Print the state after every step."""
     import lossscale.numpy as verbs
@@ -198,6 +206,7 @@ def _draw(policies: dict[str, Policy], results: list[Any]) -> None:
 
     Lines in one chart could only be told apart by colour, which a pipe does not have.
     """
+    import numpy as np
     from uniplot import plot_to_string
 
     points = np.linspace(0, results[0].length, 400).round()

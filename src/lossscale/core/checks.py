@@ -5,6 +5,7 @@ Each check returns the value as a plain Python number, so that settings stay has
 and can be written as JSON whatever kind of number the caller had.
 """
 
+import math
 import struct
 from collections.abc import Iterable
 from numbers import Integral, Real
@@ -34,7 +35,10 @@ def number(name: str, value: Any, expected: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         message = f"{name} must be {expected}, got {value!r} ({type(value).__name__})."
         raise SettingTypeError(message)
-    result = float(value)
+    try:
+        result = float(value)
+    except OverflowError:  # an integer beyond float64
+        result = math.inf
     if not -FLOAT32_MAX <= result <= FLOAT32_MAX:  # NaN fails this as well
         message = f"{name} must be {expected}, got {value!r}."
         raise SettingError(message)

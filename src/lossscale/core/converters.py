@@ -16,7 +16,7 @@ from lossscale.core import presets
 from lossscale.core.errors import LossScaleError, StateError
 from lossscale.core.libraries import LIBRARIES, Library, Pair, Values
 from lossscale.core.policies import Dynamic, Policy
-from lossscale.core.portable import FORMAT, from_portable, to_portable
+from lossscale.core.portable import from_portable, to_portable
 from lossscale.core.state import ScaleState
 
 
@@ -103,7 +103,7 @@ def recognise(values: Values) -> str:
     Raises:
         StateError: If it fits none or several.
     """
-    if values.get("format", "") == FORMAT:
+    if str(values.get("format", "")).startswith("lossscale/"):
         return "lossscale"
     fitting = [name for name, one in LIBRARIES.items() if one.keys <= set(values)]
     # TensorFlow and tf_keras keep the same two variables.

@@ -4,7 +4,7 @@
     LossScaleError
     ├── SettingError          (ValueError)   a setting no policy can work with
     ├── SettingTypeError      (TypeError)    a setting of the wrong kind
-    ├── GradientError         (TypeError)    a gradient that cannot be scaled
+    ├── GradientError         (TypeError)    a gradient, loss or flag of no use
     ├── StructureError        (ValueError)   two nested structures that do not match
     ├── StateError            (ValueError)   a saved state that cannot be used
     └── MissingPackageError   (ImportError)  an optional part that is not installed
@@ -28,7 +28,7 @@ class SettingTypeError(LossScaleError, TypeError):
 
 
 class GradientError(LossScaleError, TypeError):
-    """A gradient or loss is not a floating-point array."""
+    """A gradient or loss is not a floating-point array, or a flag not a boolean."""
 
 
 class StructureError(LossScaleError, ValueError):

@@ -12,7 +12,7 @@ nothing. Files are replaced atomically: a kill in the middle leaves the old file
 
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from numbers import Integral, Real
@@ -26,6 +26,9 @@ from lossscale.core.state import ScaleState
 
 FORMAT = "lossscale/1"
 """The format that this version writes, and the newest that it reads."""
+
+_COUNTER_END = 2**31 - 1
+"""Counters are int32 in most frameworks, and the rule adds 1."""
 
 _KINDS: dict[str, type[Fixed | Dynamic]] = {"fixed": Fixed, "dynamic": Dynamic}
 
@@ -108,17 +111,16 @@ def save(path: str | os.PathLike[str], policy: Policy, state: ScaleState) -> Non
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Replace a file: the old one stays whole until the new one is on the disk."""
     target = Path(path)
-    descriptor, name = tempfile.mkstemp(
-        prefix=f".{target.name}.", suffix=".tmp", dir=target.parent
-    )
-    temporary = Path(name)
+    # Beside the target, since only a rename within a file system is atomic; and not
+    # by tempfile, whose files are private, where an ordinary open() follows the umask.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes a private file; the result gets what an ordinary open() gives.
-        temporary.chmod(_permissions(target))
+        if target.exists():
+            temporary.chmod(target.stat().st_mode & 0o777)
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -142,23 +144,27 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"{path} cannot be read: {error}."
+        raise StateError(message) from error
+    return parse_json(text, str(path))
+
+
+def parse_json(text: str, name: str) -> dict[str, Any]:
+    """Return the one JSON object that a text holds; `name` says where it came from.
+
+    Raises:
+        StateError: If it holds something else.
+    """
+    try:
         value = json.loads(text)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        message = f"{path} does not hold a JSON object: {error}."
+    except (json.JSONDecodeError, RecursionError) as error:
+        message = f"{name} does not hold a JSON object: {error}."
         raise StateError(message) from error
     if not isinstance(value, dict):
-        message = f"{path} holds {type(value).__name__}, expected a JSON object."
+        message = f"{name} holds {type(value).__name__}, expected a JSON object."
         raise StateError(message)
     return value
-
-
-def _permissions(target: Path) -> int:
-    """Return the mode of the file to be replaced, or that of a new file."""
-    if target.exists():
-        return target.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
 
 
 def _check_format(portable: Mapping[str, Any]) -> None:
@@ -210,8 +216,11 @@ def _plain(state: ScaleState) -> ScaleState:
         if isinstance(counter, bool) or not isinstance(counter, Integral):
             message = f"The counter '{name}' must be a whole number, got {counter!r}."
             raise StateError(message)
-        if counter < 0:
-            message = f"The counter '{name}' must be 0 or more, got {counter!r}."
+        if not 0 <= int(counter) < _COUNTER_END:
+            message = (
+                f"The counter '{name}' must be 0 or more and below 2**31 - 1, got "
+                f"{counter!r}."
+            )
             raise StateError(message)
     return ScaleState(scale, int(values["good"]), int(values["bad"]))
 

@@ -43,7 +43,9 @@ PRESETS: dict[str, Preset] = {
             policy=Dynamic(max_scale=FLOAT32_MAX),
             source="torch.amp.GradScaler and torch._amp_update_scale_, torch 2.13.",
             differs=_NO_BOUNDS
-            + " Growth fires at the interval or above it, torch's only exactly at it.",
+            + " Growth fires at the interval or above it, torch's only exactly at it."
+            " A factor that is no float32 number, such as 0.8, is rounded to one here;"
+            " torch multiplies by it in float64.",
         ),
         Preset(
             name="keras",

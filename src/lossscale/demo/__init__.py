@@ -7,7 +7,15 @@ without a scale, float16 with a fixed scale, float16 with a dynamic scale. Needs
 """
 
 from lossscale.demo.data import Digits, load_digits
-from lossscale.demo.picture import draw
+from lossscale.demo.picture import check_matplotlib, draw
 from lossscale.demo.training import Run, compare, train
 
-__all__ = ["Digits", "Run", "compare", "draw", "load_digits", "train"]
+__all__ = [
+    "Digits",
+    "Run",
+    "check_matplotlib",
+    "compare",
+    "draw",
+    "load_digits",
+    "train",
+]

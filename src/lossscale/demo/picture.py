@@ -7,6 +7,7 @@ Uses the object interface, not pyplot: no window, no global state.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,17 @@ _STYLES = ("-", "-", "-", (0, (4, 2)))
 _INK = "#333333"
 
 
+def check_matplotlib() -> None:
+    """Raise now, before a long training, if matplotlib is not installed.
+
+    Raises:
+        MissingPackageError: Saying what to type.
+    """
+    if find_spec("matplotlib") is None:
+        message = "A picture needs matplotlib: pip install 'lossscale[plot]'"
+        raise MissingPackageError(message)
+
+
 def draw(runs: list[Run], path: Path | str) -> None:
     """Draw loss and scale over time.
 
@@ -38,11 +50,8 @@ def draw(runs: list[Run], path: Path | str) -> None:
     Raises:
         MissingPackageError: If matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ModuleNotFoundError:
-        message = "A picture needs matplotlib: pip install 'lossscale[plot]'"
-        raise MissingPackageError(message) from None
+    check_matplotlib()
+    from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(9, 7), dpi=150, facecolor="white")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])

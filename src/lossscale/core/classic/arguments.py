@@ -20,7 +20,8 @@ def real_number(name: str, value: Any) -> float:
     if not isinstance(value, Real):
         message = f"{name} must be a number, got {value!r} ({type(value).__name__})."
         raise SettingTypeError(message)
-    return checks.number(name, float(value), "a finite float32 number")
+    number = int(value) if isinstance(value, bool) else value
+    return checks.number(name, number, "a finite float32 number")
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -31,7 +32,7 @@ def whole_number(name: str, value: Any) -> int:
             f"({type(value).__name__})."
         )
         raise SettingTypeError(message)
-    return max(1, int(value))
+    return checks.count(name, max(1, int(value)))
 
 
 def fixed_scale(name: str, value: float) -> float:

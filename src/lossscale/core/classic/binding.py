@@ -9,7 +9,8 @@ the rule stays in the core.
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from lossscale.core.state import Array, ScaleState
+from lossscale.core.policies import Policy
+from lossscale.core.state import Array, ScaleState, Signal
 
 
 class Variable(NamedTuple):
@@ -62,8 +63,8 @@ class Binding(Protocol):
         """Return whether a nest of gradients is finite, as a boolean scalar."""
         ...
 
-    def where(self, condition: Array, first: Array, second: Array) -> Array:
-        """Select, elementwise."""
+    def update(self, policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
+        """Return the state after a step: the framework's verb of that name."""
         ...
 
     def nothing(self) -> Any:

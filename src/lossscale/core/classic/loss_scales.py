@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from lossscale.core import checks
-from lossscale.core.classic.arguments import fixed_scale
+from lossscale.core.classic.arguments import fixed_scale, real_number, whole_number
 from lossscale.core.classic.binding import Binding, Variable
 from lossscale.core.errors import SettingError, SettingTypeError
 from lossscale.core.policies import Dynamic
@@ -69,9 +69,7 @@ class FixedLossScale(LossScale):
                 f"{loss_scale_value!r} ({type(loss_scale_value).__name__})."
             )
             raise SettingError(message)
-        value = checks.number(
-            "loss_scale_value", float(loss_scale_value), "a finite float32 number"
-        )
+        value = real_number("loss_scale_value", loss_scale_value)
         self._value = fixed_scale("loss_scale_value", value)
 
     def __call__(self) -> Array:
@@ -137,14 +135,14 @@ class DynamicLossScale(LossScale):
         self._multiplier = checks.above_one(
             "multiplier", _convert(float, "multiplier", multiplier)
         )
-        self._floor = checks.scale("floor", floor)
+        self._floor = checks.scale("floor", _convert(float, "floor", floor))
         self._policy = Dynamic(
             # A policy starts within its bounds. The state below need not: the
             # original took any first scale.
             init_scale=max(self._initial_loss_scale, self._floor),
             growth_factor=self._multiplier,
             backoff_divisor=self._multiplier,
-            growth_interval=max(1, self._increment_period),
+            growth_interval=whole_number("increment_period", self._increment_period),
             min_scale=self._floor,
             max_scale=checks.FLOAT32_MAX,
         )
@@ -193,9 +191,7 @@ class DynamicLossScale(LossScale):
         Saves a second read of the gradients.
         """
         flag = self._binding.flag(finite)
-        state = self._policy.step(
-            self._cell.read(), Signal(flag), where=self._binding.where
-        )
+        state = self._binding.update(self._policy, self._cell.read(), Signal(flag))
         return self._cell.assign(state), flag
 
     def get_config(self) -> dict[str, Any]:
@@ -236,7 +232,7 @@ def get(
     if identifier is None or isinstance(identifier, LossScale):
         return identifier
     message = (
-        'A loss scale is a Python number, "dynamic", a LossScale or None; got '
+        'A loss scale is a Python number, "dynamic" or a LossScale; got '
         f"{identifier!r} ({type(identifier).__name__})."
     )
     raise SettingError(message)

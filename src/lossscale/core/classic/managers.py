@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from lossscale.core import checks
 from lossscale.core.classic.arguments import fixed_scale, real_number, whole_number
 from lossscale.core.classic.binding import Binding, Variable
+from lossscale.core.errors import SettingError
 from lossscale.core.policies import Dynamic
 from lossscale.core.state import Array, ScaleState, Signal
 
@@ -75,7 +76,8 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         """Start at `init_loss_scale`.
 
         Args:
-            init_loss_scale: The loss scale to begin with, above 0.
+            init_loss_scale: The loss scale to begin with, above 0; it may be below
+                the floor.
             incr_every_n_steps: Increase after this many finite steps in a row.
             decr_every_n_nan_or_inf: Decrease after this many non-finite steps.
             incr_ratio: What an increase multiplies by, above 1.
@@ -91,15 +93,21 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         """
         first = real_number("init_loss_scale", init_loss_scale)
         first = checks.scale("init_loss_scale", first)
-        lowest = checks.scale("floor", floor)
+        lowest = checks.scale("floor", real_number("floor", floor))
         checks.choice("at_floor", at_floor, ("hold", "clamp"))
+        growth = checks.above_one("incr_ratio", real_number("incr_ratio", incr_ratio))
+        if at_floor == "hold" and first * growth < lowest:
+            message = (
+                f"init_loss_scale={first!r} could never move: even an increase ends "
+                f"below the floor {lowest!r}, and such an update is not applied. Pass "
+                f"floor={first!r}, or at_floor='clamp'."
+            )
+            raise SettingError(message)
         self._policy = Dynamic(
             # A policy starts within its bounds. The state below need not: the
             # original took any first scale.
             init_scale=max(first, lowest),
-            growth_factor=checks.above_one(
-                "incr_ratio", real_number("incr_ratio", incr_ratio)
-            ),
+            growth_factor=growth,
             backoff_factor=checks.below_one(
                 "decr_ratio", real_number("decr_ratio", decr_ratio)
             ),
@@ -132,6 +140,4 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         """
         signal = Signal(self._binding.flag(finite_grads))
         state = self._cell.read()
-        return self._cell.assign(
-            self._policy.step(state, signal, where=self._binding.where)
-        )
+        return self._cell.assign(self._binding.update(self._policy, state, signal))

@@ -4,6 +4,7 @@
 from collections.abc import Iterable
 from typing import Any, ClassVar, Protocol
 
+from lossscale.core import checks
 from lossscale.core.classic.binding import Binding
 from lossscale.core.classic.loss_scales import (
     DynamicLossScale,
@@ -19,11 +20,15 @@ from lossscale.core.state import Array
 class Optimizer(Protocol):
     """What the wrapper needs of the optimizer inside it."""
 
-    def compute_gradients(self, loss: Any, var_list: Any = None) -> Iterable[Any]:
+    def compute_gradients(
+        self, loss: Any, var_list: Any = None, *arguments: Any, **keywords: Any
+    ) -> Iterable[Any]:
         """Return pairs of gradient and variable."""
         ...
 
-    def apply_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
+    def apply_gradients(
+        self, grads_and_vars: Iterable[Any], *arguments: Any, **keywords: Any
+    ) -> Any:
         """Apply pairs of gradient and variable."""
         ...
 
@@ -38,7 +43,7 @@ class LossScaleOptimizer:
     def __init__(
         self,
         opt: Optimizer,
-        loss_scale: LossScaleManager | LossScale | float | str,
+        loss_scale_manager: LossScaleManager | LossScale | float | str,
         *,
         skip_nonfinite: bool = True,
     ) -> None:
@@ -46,10 +51,11 @@ class LossScaleOptimizer:
 
         Args:
             opt: The optimizer to wrap.
-            loss_scale: A manager, a LossScale, a number, or "dynamic".
+            loss_scale_manager: A manager, a LossScale, a number, or "dynamic".
             skip_nonfinite: Whether a step with non-finite gradients is skipped even
-                where the loss scale would let it pass, as a fixed one does. False
-                applies them, as the later originals did.
+                where the LossScale would let it pass, as a fixed one does. False
+                applies them, as the later originals did. With a manager such a step
+                is always skipped.
 
         Raises:
             SettingError: If either argument is of another kind (a ValueError).
@@ -61,17 +67,17 @@ class LossScaleOptimizer:
                     f"apply_gradients, got {opt!r}."
                 )
                 raise SettingError(message)
-        if loss_scale is None:
-            message = 'loss_scale cannot be None; pass a number or "dynamic".'
-            raise SettingError(message)
         self._optimizer = opt
-        self._skip_nonfinite = skip_nonfinite
+        self._skip_nonfinite = checks.switch("skip_nonfinite", skip_nonfinite)
         self._loss_scale: LossScaleManager | LossScale
-        if isinstance(loss_scale, LossScaleManager):
-            self._loss_scale = loss_scale
-        else:
-            found = get(loss_scale, self._fixed_class, self._dynamic_class)
-            self._loss_scale = found  # type: ignore[assignment]  # None was refused
+        if isinstance(loss_scale_manager, LossScaleManager):
+            self._loss_scale = loss_scale_manager
+            return
+        found = get(loss_scale_manager, self._fixed_class, self._dynamic_class)
+        if found is None:
+            message = 'The loss scale cannot be None; pass a number or "dynamic".'
+            raise SettingError(message)
+        self._loss_scale = found
 
     @property
     def loss_scale(self) -> LossScaleManager | LossScale:
@@ -79,7 +85,7 @@ class LossScaleOptimizer:
         return self._loss_scale
 
     def compute_gradients(
-        self, loss: Any, var_list: Any = None, **keywords: Any
+        self, loss: Any, var_list: Any = None, *arguments: Any, **keywords: Any
     ) -> list[tuple[Any, Any]]:
         """Return unscaled gradients with their variables.
 
@@ -87,11 +93,14 @@ class LossScaleOptimizer:
             loss: The loss, or a callable that returns it, as the wrapped optimizer
                 takes it.
             var_list: The variables, as the wrapped optimizer takes them.
+            *arguments: Anything else that the wrapped optimizer takes.
             **keywords: Anything else that the wrapped optimizer takes.
         """
         scale = self._current()
         scaled = self._binding.scale_loss(loss, scale)
-        pairs = self._optimizer.compute_gradients(scaled, var_list, **keywords)
+        pairs = self._optimizer.compute_gradients(
+            scaled, var_list, *arguments, **keywords
+        )
         gradients, variables = [], []
         for gradient, variable in pairs:
             gradients.append(gradient)
@@ -99,7 +108,9 @@ class LossScaleOptimizer:
         unscaled = self._binding.unscale(gradients, scale)
         return list(zip(unscaled, variables, strict=True))
 
-    def apply_gradients(self, grads_and_vars: Iterable[Any], **keywords: Any) -> Any:
+    def apply_gradients(
+        self, grads_and_vars: Iterable[Any], *arguments: Any, **keywords: Any
+    ) -> Any:
         """Apply unscaled gradients if they are finite, then update the loss scale.
 
         On a skipped step the wrapped optimizer is not called at all: weights, slots
@@ -108,8 +119,9 @@ class LossScaleOptimizer:
         Args:
             grads_and_vars: Pairs of gradient and variable; an iterator will do.
                 Pairs whose gradient is `None` are left out.
-            **keywords: Anything else that the wrapped optimizer takes, such as
+            *arguments: Anything else that the wrapped optimizer takes, such as
                 `global_step`.
+            **keywords: The same, by name.
         """
         pairs = [(grad, var) for grad, var in grads_and_vars if grad is not None]
         gradients = [gradient for gradient, _ in pairs]
@@ -119,7 +131,7 @@ class LossScaleOptimizer:
             permitted = permitted & finite
         return self._binding.transaction(
             permitted,
-            lambda: self._optimizer.apply_gradients(pairs, **keywords),
+            lambda: self._optimizer.apply_gradients(pairs, *arguments, **keywords),
             update,
         )
 
@@ -128,6 +140,8 @@ class LossScaleOptimizer:
         loss: Any,
         global_step: Any = None,
         var_list: Any = None,
+        *arguments: Any,
+        name: str | None = None,
         **keywords: Any,
     ) -> Any:
         """Compute gradients, then apply them.
@@ -136,11 +150,16 @@ class LossScaleOptimizer:
             loss: As for `compute_gradients`.
             global_step: Handed to the wrapped optimizer's `apply_gradients`.
             var_list: As for `compute_gradients`.
+            *arguments: As for `compute_gradients`.
+            name: Handed to the wrapped optimizer's `apply_gradients`.
             **keywords: As for `compute_gradients`.
         """
-        pairs = self.compute_gradients(loss, var_list, **keywords)
-        counter = {} if global_step is None else {"global_step": global_step}
-        return self.apply_gradients(pairs, **counter)
+        pairs = self.compute_gradients(loss, var_list, *arguments, **keywords)
+        # Only what was given: not every optimizer counts steps or has names.
+        given = {"global_step": global_step, "name": name}
+        return self.apply_gradients(
+            pairs, **{key: value for key, value in given.items() if value is not None}
+        )
 
     def _current(self) -> Array:
         """Return the scale to use in this step."""

@@ -1,0 +1,60 @@
+# Everything from a bare machine with python3 (3.10 to 3.13), make and pip.
+#   make demo    installs what the command needs, no framework, and runs the demo
+#   make test    installs the frameworks of the tests too, and runs them all
+#   make check   formatting, lint, types, import contracts
+#   make bench   benchmarks on this machine
+#   make docs    the documentation, in docs/_build/html
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# The package is installed in place, built by the pinned hatchling.
+SELF := --no-build-isolation --editable
+
+.PHONY: demo test check bench docs clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/lossscale demo
+
+test: $(VENV)/test.stamp
+	$(BIN)/python tools/run_tests.py
+
+check: $(VENV)/check.stamp
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/demo.stamp
+	$(BIN)/python benchmarks/simulate.py
+	$(BIN)/python benchmarks/demo_seeds.py
+
+docs: $(VENV)/docs.stamp
+	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
+	$(BIN)/python docs/check_documented.py docs/_build/html
+
+clean:
+	rm -rf $(VENV) docs/_build
+
+# A stamp is newer than what it was installed from, or it is installed again.
+$(VENV)/created.stamp:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip hatchling editables
+	touch $@
+
+$(VENV)/demo.stamp: pyproject.toml constraints.txt $(VENV)/created.stamp
+	$(PIP) $(SELF) '.[cli,plot]'
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/demo.stamp
+	$(PIP) --group tests --group frameworks
+	touch $@
+
+$(VENV)/check.stamp: $(VENV)/demo.stamp
+	$(PIP) --group lint
+	touch $@
+
+$(VENV)/docs.stamp: $(VENV)/demo.stamp
+	$(PIP) --group docs
+	touch $@

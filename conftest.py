@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the code in the README, in the pages and in docstrings."""
+
+from sybil import Sybil
+from sybil.document import PythonDocStringDocument
+from sybil.parsers.myst import PythonCodeBlockParser
+from sybil.parsers.rest import DocTestParser
+
+_pages = Sybil(parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"])
+_docstrings = Sybil(
+    parsers=[DocTestParser()],
+    patterns=["src/**/*.py"],
+    document_types={".py": PythonDocStringDocument},
+)
+pytest_collect_file = (_pages + _docstrings).pytest()

@@ -1,0 +1,75 @@
+"""The NumPy adapter: the conformance suite, and what is its own."""
+
+import numpy as np
+import pytest
+from conformance import ClassicConformance, Framework, VerbConformance
+
+import lossscale.numpy as ls
+from lossscale import Fixed, ScaleState, Signal
+from lossscale.core.errors import GradientError, SettingError
+
+
+class TestNumpy(VerbConformance, ClassicConformance):
+    framework = Framework(module=ls, array=np.asarray, numpy=np.asarray)
+
+
+def state(scale):
+    return ls.init(Fixed(scale))
+
+
+def test_plain_numbers_are_losses_too():
+    assert np.float32(8.0) == ls.scale(1, state(8.0))
+    assert 8.0 == ls.scale(1.0, state(8.0))
+
+
+def test_a_loss_that_is_no_float_is_refused():
+    for wrong in (np.int64(3), True, "3", 1j):
+        with pytest.raises(GradientError, match="The loss is"):
+            ls.scale(wrong, state(8.0))
+
+
+def test_a_policys_own_first_state_is_taken_in_float32():
+    from lossscale import Dynamic
+
+    policy = Dynamic(init_scale=7.3, growth_factor=1.7, growth_interval=1)
+    after = ls.update(policy, policy.init(), Signal(True))
+    assert np.float32 == after.scale.dtype
+    assert np.float32(7.3) * np.float32(1.7) == after.scale
+
+
+def test_the_largest_value_of_a_float64_gradient_stays_finite():
+    _, signal = ls.unscale([np.array([1e300])], state(1.0), measure=("amax", "norm"))
+    assert (1e300, np.float64) == (signal.amax, signal.amax.dtype)
+
+
+def test_a_flag_that_is_nan_is_refused():
+    with pytest.raises(GradientError, match="one boolean"):
+        ls.DynamicLossScale().update_from_finite(float("nan"))
+
+
+def test_select_copies_nothing():
+    new, old = {"w": np.ones(2)}, {"w": np.zeros(2)}
+    assert new is ls.select(np.True_, new, old)
+    assert old is ls.select(np.False_, new, old)
+
+
+def test_one_measurement_may_be_named_without_a_list():
+    _, signal = ls.unscale([np.ones(2, np.float32)], state(2.0), measure="norm")
+    assert np.float32(np.sqrt(0.5)) == signal.norm
+    with pytest.raises(SettingError, match="Cannot measure"):
+        ls.unscale([], state(2.0), measure="norms")
+
+
+def test_a_norm_beyond_float32_sums_is_still_finite():
+    huge = [np.full(4, 1e25, np.float32)]
+    _, signal = ls.unscale(huge, state(1.0), measure=("norm",))
+    assert np.float32(2e25) == signal.norm
+
+
+def test_signals_of_any_boolean_kind_are_taken():
+    from lossscale import Dynamic
+
+    policy = Dynamic()
+    for true in (True, np.True_, np.array(True)):
+        after = ls.update(policy, ls.init(policy), Signal(true))
+        assert ScaleState(65536.0, 1, 0) == after

@@ -1,0 +1,249 @@
+"""The command, run as a person or a script would: in a process of its own."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from lossscale import Dynamic, presets, to_portable
+
+COMMAND = [sys.executable, "-m", "lossscale.cli"]
+
+
+def run(*arguments, cwd=None, given=None):
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        input=given,
+        timeout=300,
+        check=False,
+    )
+
+
+def check(result):
+    """Return stdout of a command that must have succeeded quietly."""
+    if result.returncode or "Traceback" in result.stderr:
+        raise AssertionError(result.stderr)
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("simulate", "--policy", "pytorch"),
+        ("simulate", "--policy", "torch:growth_interval=0"),
+        ("simulate", "--policy", "torch:interval=3"),
+        ("simulate", "--policy", "torch:growth_factor=big"),
+        ("simulate", "--policy", "torch:growth_factor"),
+        ("simulate", "--policy", "fixed:0"),
+        ("simulate", "--sweep", "growth_interval"),
+        ("simulate", "--finite", "10a"),
+        ("simulate", "--finite", "1", "--file", __file__),
+        ("simulate", "--file", __file__),
+        ("simulate", "--file", "none.jsonl"),
+        ("simulate", "--rate", "2"),
+        ("simulate", "--steps", "0"),
+        ("presets", "pytorch"),
+        ("convert", "none.json", "--to", "torch"),
+        ("convert", __file__, "--to", "torch"),
+        ("demo", "--policy", "pytorch"),
+        ("demo", "--steps", "0"),
+        ("train",),
+    ],
+)
+def test_a_mistake_is_one_message_on_stderr_and_status_2(arguments):
+    result = run(*arguments)
+    assert 2 == result.returncode
+    assert "" == result.stdout
+    assert "Error: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_every_command_has_help():
+    listed = check(run("--help"))
+    for command in ("demo", "simulate", "presets", "convert", "doctor"):
+        assert command in listed
+        assert "Usage:" in check(run(command, "--help"))
+
+
+def test_a_given_sequence_is_traced_step_by_step():
+    out = check(
+        run("simulate", "--finite", "1101", "-p", "dynamic:growth_interval=2",
+            "--trace", "--json")
+    )  # fmt: skip
+    rows = json.loads(out)
+    assert [65536.0, 131072.0, 65536.0, 65536.0] == [row["scale"] for row in rows]
+    assert [True, True, False, True] == [row["finite"] for row in rows]
+
+
+def test_a_file_of_steps_is_read(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    file.write_text('true\n{"finite": false, "loss": 3.5}\n\nfalse\n', encoding="utf-8")
+    (row,) = json.loads(check(run("simulate", "--file", str(file), "--json")))
+    assert (3, 2, 16384.0) == (row["steps"], row["skipped"], row["final"]["scale"])
+
+
+def test_a_sweep_tries_every_combination():
+    out = check(
+        run("simulate", "-p", "torch", "--sweep", "growth_interval=10:30:3",
+            "--sweep", "hysteresis=1,2", "--steps", "100", "--json")
+    )  # fmt: skip
+    names = [row["policy"] for row in json.loads(out)]
+    assert 6 == len(set(names))
+    assert "torch:growth_interval=20,hysteresis=2" in names
+
+
+def test_a_random_sequence_is_the_same_for_the_same_seed():
+    arguments = ("simulate", "--steps", "500", "--rate", "0.1", "--json")
+    first = check(run(*arguments))
+    assert first == check(run(*arguments))
+    assert first != check(run(*arguments, "--seed", "1"))
+
+
+def test_a_table_in_a_pipe_is_not_cut():
+    out = check(run("presets"))
+    for name, preset in presets.PRESETS.items():
+        assert name in out
+        assert preset.source in out
+    assert "…" not in out
+
+
+def test_presets_in_json_are_those_of_the_package():
+    everything = json.loads(check(run("presets", "--json")))
+    assert list(presets.PRESETS) == list(everything)
+    assert 1000 == everything["megatron"]["policy"]["growth_interval"]
+
+
+def test_a_chart_is_drawn_for_each_policy():
+    out = check(run("simulate", "-p", "torch", "-p", "flax", "--chart"))
+    assert 2 == out.count("log2 of the scale")
+
+
+def test_a_state_is_converted_from_a_pipe_and_losses_are_told(tmp_path):
+    policy = presets.get("deepspeed")
+    portable = json.dumps(to_portable(policy, policy.init()))
+    result = run("convert", "-", "--to", "torch", given=portable)
+    assert 65536.0 == json.loads(check(result))["scale"]
+    assert "not kept: hysteresis is 2 here" in result.stderr
+    target = tmp_path / "torch.json"
+    source = tmp_path / "portable.json"
+    source.write_text(portable, encoding="utf-8")
+    out = check(run("convert", str(source), "--to", "torch", "-o", str(target)))
+    assert "" == out
+    back = json.loads(check(run("convert", str(target), "--to", "lossscale")))
+    assert "lossscale/1" == back["format"]
+
+
+def test_settings_that_a_state_does_not_hold_can_be_given():
+    state = json.dumps({"scale": 8.0, "growth_tracker": 1, "hysteresis_tracker": 3})
+    arguments = (
+        "convert",
+        "-",
+        "--to",
+        "lossscale",
+        "--policy",
+        "megatron:hysteresis=4",
+    )
+    converted = json.loads(check(run(*arguments, given=state)))
+    assert {"scale": 8.0, "good": 1, "bad": 1} == converted["state"]
+
+
+def test_the_demo_tells_and_draws(tmp_path):
+    out = check(run("demo", "--steps", "3", cwd=tmp_path))
+    for name in ("float32", "no scaling", "fixed scale", "dynamic scale"):
+        assert name in out
+    picture = tmp_path / "lossscale-demo.png"
+    assert str(picture) in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_takes_a_policy_a_seed_and_json(tmp_path):
+    out = check(
+        run("demo", "--steps", "3", "--seed", "4", "--policy", "fixed:64", "--json",
+            cwd=tmp_path)
+    )  # fmt: skip
+    assert [1.0, 1.0, 4096.0, 64.0] == [row["final_scale"] for row in json.loads(out)]
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_the_doctor_says_what_works_and_what_to_type():
+    report = json.loads(check(run("doctor", "--json")))
+    parts = {part["part"]: part for part in report["parts"]}
+    assert parts["numpy"]["works"]
+    for part in report["parts"]:
+        assert part["works"] or part["advice"]
+
+
+def test_the_version_is_told():
+    from importlib.metadata import version
+
+    assert version("lossscale") in check(run("--version"))
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    process = subprocess.Popen(
+        [*COMMAND, "simulate", "--trace", "--steps", "20000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    process.wait(timeout=60)
+    assert b"Traceback" not in errors
+
+
+def test_a_terminal_sees_a_progress_bar_and_a_pipe_does_not(tmp_path):
+    arguments = [*COMMAND, "demo", "--steps", "40", "--json"]
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=follower, cwd=tmp_path,
+        env=os.environ | {"TERM": "xterm-256color"},
+    )  # fmt: skip
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(leader, 4096)
+        except OSError:  # how a pseudo-terminal says that the other side has closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(leader)
+    json.loads(process.stdout.read())
+    process.stdout.close()
+    process.wait(timeout=60)
+    assert b"training" in shown
+    assert "training" not in run("demo", "--steps", "2", "--json").stderr
+
+
+def test_without_its_packages_the_command_says_what_to_type():
+    program = (
+        "import sys; sys.modules['click'] = None; import lossscale.cli as c; c.main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert 2 == result.returncode
+    assert "pip install 'lossscale[cli]'" in result.stderr
+
+
+def test_policies_as_text():
+    from lossscale.cli.policies import parse_policy
+
+    assert Dynamic() == parse_policy("dynamic")
+    expected = presets.get(
+        "torch", init_scale=2.0**10, consecutive=True, at_max="clamp"
+    )
+    assert expected == parse_policy(
+        "torch:init_scale=2**10,consecutive=yes,at_max=clamp"
+    )
+    assert 1024.0 == parse_policy("fixed:1024").scale
+    assert 64.0 == parse_policy("fixed:scale=64").scale

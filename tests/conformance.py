@@ -1,0 +1,524 @@
+"""What every framework's adapter must do. Subclass, describe the framework, done:
+
+    class TestNumpy(VerbConformance, ClassicConformance):
+        framework = Framework(lossscale.numpy, array=np.asarray, numpy=np.asarray)
+
+The oracles are NumPy's own arithmetic, the recorded originals in tests/data and values
+written down here; the adapter under test is never its own witness. Frameworks that
+compile give `compile`, and every check of the verbs runs through it.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from helpers.sequences import overflow_pattern
+from helpers.traces import read
+
+from lossscale import (
+    Dynamic,
+    Fixed,
+    ScaleState,
+    Signal,
+    from_portable,
+    presets,
+    to_portable,
+)
+from lossscale.core.errors import GradientError, LossScaleError, StructureError
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Framework:
+    """How the suite speaks to a framework."""
+
+    module: Any
+    """The adapter under test."""
+    array: Callable[[np.ndarray], Any]
+    """Makes the framework's array of a NumPy one, of the same dtype."""
+    numpy: Callable[[Any], np.ndarray]
+    """Makes a NumPy array of the framework's."""
+    dtypes: tuple[str, ...] = ("float16", "float32", "float64")
+    """The gradient dtypes that the framework has here."""
+    compile: Callable[[Callable], Callable] = lambda function: function
+    """Compiles a function of arrays, where the framework does that."""
+
+
+class Layer(NamedTuple):
+    """A NamedTuple among the gradients."""
+
+    kernel: Any
+    bias: Any
+
+
+class VerbConformance:
+    """The five verbs."""
+
+    framework: Framework
+
+    def arrays(self, tree):
+        """Make the framework's arrays of the NumPy arrays in a nest."""
+        if tree is None:
+            return None
+        if isinstance(tree, dict):
+            return {key: self.arrays(value) for key, value in tree.items()}
+        if isinstance(tree, Layer):
+            return Layer(*map(self.arrays, tree))
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(map(self.arrays, tree))
+        return self.framework.array(np.asarray(tree))
+
+    def state(self, scale, good=0, bad=0):
+        return self.framework.module.init(Fixed(1.0), ScaleState(scale, good, bad))
+
+    def unscale(self, grads, scale, **options):
+        """Run the verb on NumPy gradients, compiled where that is possible."""
+        run = self.framework.compile(
+            lambda tree, state: self.framework.module.unscale(tree, state, **options)
+        )
+        return run(self.arrays(grads), self.state(scale))
+
+    def finite(self, grads, scale=1.0):
+        return bool(self.framework.numpy(self.unscale(grads, scale)[1].finite))
+
+    def plain(self, state):
+        return tuple(self.framework.numpy(value).item() for value in state)
+
+    def test_the_first_state_is_float32_int32_int32(self):
+        state = self.framework.module.init(Dynamic(init_scale=1024.0))
+        values = [self.framework.numpy(value) for value in state]
+        assert ["float32", "int32", "int32"] == [str(v.dtype) for v in values]
+        assert (1024.0, 0, 0) == self.plain(state)
+
+    def test_a_state_to_go_on_from_is_taken(self):
+        assert (8.0, 3, 1) == self.plain(self.state(8.0, 3, 1))
+
+    def test_a_float16_loss_is_scaled_in_float32(self):
+        loss = self.framework.array(np.asarray(2.0, np.float16))
+        run = self.framework.compile(self.framework.module.scale)
+        scaled = self.framework.numpy(run(loss, self.state(2.0**20)))
+        assert "float32" == str(scaled.dtype)
+        assert 2.0**21 == scaled
+
+    def test_losses_are_scaled_in_any_nest(self):
+        losses = self.arrays({"a": [np.float32(1.0), None], "b": (np.float32(2.0),)})
+        scaled = self.framework.module.scale(losses, self.state(4.0))
+        assert scaled["a"][1] is None
+        assert 4.0 == self.framework.numpy(scaled["a"][0])
+        assert 8.0 == self.framework.numpy(scaled["b"][0])
+
+    @pytest.mark.parametrize("scale", [1.0, 1024.0, 2.0**-20, 3.0, 7.3])
+    def test_gradients_are_multiplied_by_the_float32_reciprocal(self, scale):
+        values = np.random.default_rng(0).standard_normal(64)
+        for dtype in self.framework.dtypes:
+            gradient = values.astype(dtype)
+            wide = "float32" if dtype == "float16" else dtype
+            inverse = np.float32(1) / np.float32(scale)
+            expected = gradient.astype(wide) * inverse.astype(wide)
+            unscaled, signal = self.unscale([gradient], scale)
+            actual = self.framework.numpy(unscaled[0])
+            assert wide == str(actual.dtype)
+            assert expected.tolist() == actual.tolist()
+            assert bool(self.framework.numpy(signal.finite))
+
+    def test_small_float16_gradients_do_not_vanish_again(self):
+        gradient = np.array([2.0**-10], np.float16)
+        unscaled, _ = self.unscale([gradient], 2.0**20)
+        assert [2.0**-30] == self.framework.numpy(unscaled[0]).tolist()
+
+    def test_the_nest_keeps_its_shape_and_none_passes_through(self):
+        one = np.ones(2, np.float32)
+        grads = {"a": [one, None, (one,)], "b": Layer(one, None), "c": {}}
+        unscaled, signal = self.framework.module.unscale(
+            self.arrays(grads), self.state(2.0)
+        )
+        assert list(unscaled) == ["a", "b", "c"]
+        assert unscaled["a"][1] is None
+        assert isinstance(unscaled["a"][2], tuple)
+        assert isinstance(unscaled["b"], Layer)
+        assert unscaled["b"].bias is None
+        assert {} == unscaled["c"]
+        assert [0.5, 0.5] == self.framework.numpy(unscaled["b"].kernel).tolist()
+        assert bool(self.framework.numpy(signal.finite))
+
+    def test_what_was_given_is_not_changed(self):
+        gradient = np.array([1.0, 2.0], np.float32)
+        grads = {"w": self.framework.array(gradient.copy())}
+        self.framework.module.unscale(grads, self.state(2.0))
+        assert ["w"] == list(grads)
+        assert [1.0, 2.0] == self.framework.numpy(grads["w"]).tolist()
+
+    @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+    @pytest.mark.parametrize("place", [0, 5, 12])
+    def test_one_bad_value_anywhere_makes_the_step_bad(self, bad, place):
+        for dtype in self.framework.dtypes:
+            values = np.ones(13, dtype)
+            values[place] = bad
+            assert not self.finite([np.ones(3, np.float32), {"x": values}])
+
+    def test_the_largest_numbers_of_every_dtype_are_finite(self):
+        for dtype in self.framework.dtypes:
+            assert self.finite([np.array([np.finfo(dtype).max, 0], dtype)])
+
+    def test_no_gradient_at_all_is_a_finite_step(self):
+        for nothing in ([], None, {}, [None], (None, [None])):
+            module = self.framework.module
+            _, signal = module.unscale(nothing, self.state(8.0))
+            assert bool(self.framework.numpy(signal.finite))
+        assert self.finite([np.zeros(0, np.float32)])
+
+    def test_a_gradient_that_overflows_by_unscaling_makes_the_step_bad(self):
+        # torch and Keras check before they divide, and apply this one.
+        assert not self.finite([np.array([1e30], np.float32)], scale=2.0**-100)
+
+    @pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
+    def test_a_gradient_that_is_no_float_is_named(self, dtype):
+        grads = {"table": [self.framework.array(np.ones(2, dtype))]}
+        with pytest.raises(GradientError, match="table"):
+            self.framework.module.unscale(grads, self.state(8.0))
+
+    def test_nothing_is_measured_unless_asked_for(self):
+        _, signal = self.unscale([np.ones(3, np.float32)], 8.0)
+        assert (None,) * 6 == tuple(signal)[1:]
+
+    def test_the_measurements_are_those_of_numpy(self):
+        half = np.array([1e-6, 0.0, 100.0, -200.0], np.float16)
+        single = np.array([[0.0, 3.0], [4.0, 1e-42]], np.float32)
+        names = ("nan", "amax", "norm", "zero_share", "subnormal_share")
+        _, signal = self.unscale([half, single], 8.0, measure=names)
+        wide = np.concatenate(
+            [half.astype(np.float64), single.ravel().astype(np.float64)]
+        )
+        assert not bool(self.framework.numpy(signal.nan))
+        assert 200.0 == self.framework.numpy(signal.amax)
+        expected = np.sqrt(np.sum((wide / 8.0) ** 2))
+        assert expected == pytest.approx(
+            self.framework.numpy(signal.norm).item(), rel=1e-6
+        )
+        assert 0.25 == self.framework.numpy(signal.zero_share)
+        assert 0.25 == self.framework.numpy(signal.subnormal_share)
+
+    def test_nan_is_told_from_infinity_and_amax_looks_at_finite_values(self):
+        for values, nan in (([np.inf, 3.0], False), ([np.nan, 3.0], True)):
+            grads = [np.array(values, np.float32)]
+            _, signal = self.unscale(grads, 1.0, measure=("nan", "amax"))
+            assert nan == bool(self.framework.numpy(signal.nan))
+            assert 3.0 == self.framework.numpy(signal.amax)
+
+    def test_an_unknown_measurement_is_named_with_those_there_are(self):
+        with pytest.raises(LossScaleError, match=r"median.*amax"):
+            self.framework.module.unscale([], self.state(1.0), measure=("median",))
+
+    def trajectory(self, policy, flags):
+        """Return the plain states after each step, with one compiled update."""
+        module = self.framework.module
+        step = self.framework.compile(
+            lambda state, finite: module.update(policy, state, Signal(finite))
+        )
+        state, states = module.init(policy), []
+        for flag in flags:
+            state = step(state, self.framework.array(np.asarray(flag)))
+            states.append(self.plain(state))
+        values = [self.framework.numpy(value) for value in state]
+        assert ["float32", "int32", "int32"] == [str(v.dtype) for v in values]
+        return states
+
+    def test_trajectories_are_those_of_the_recorded_manager(self):
+        rng = random.Random(3)
+        rows = [
+            row
+            for row in read("tensorflow/contrib_exponential.tf1.15.5.eager")
+            if row["name"].startswith("random")
+            and 1 <= float(row["config"]["init_loss_scale"]) <= FLOAT32_MAX
+        ]
+        for row in rng.sample(rows, 25):
+            config = row["config"]
+            policy = presets.get(
+                "tensorflow_contrib",
+                init_scale=float(config["init_loss_scale"]),
+                growth_interval=config["incr_every_n_steps"],
+                hysteresis=config["decr_every_n_nan_or_inf"],
+                growth_factor=float(config["incr_ratio"]),
+                backoff_factor=float(config["decr_ratio"]),
+            )
+            expected = list(zip(row["scale"], row["good"], row["bad"], strict=True))
+            assert expected == self.trajectory(policy, row["finite"])
+
+    def test_division_is_that_of_the_recorded_loss_scale(self):
+        rng = random.Random(4)
+        rows = [
+            row
+            for row in read("tensorflow/dynamic.tf2.3.4.eager")
+            if row["name"].startswith("random")
+            and 1 <= float(row["config"]["initial_loss_scale"]) <= FLOAT32_MAX
+        ]
+        for row in rng.sample(rows, 25):
+            config = row["config"]
+            policy = presets.get(
+                "tensorflow",
+                init_scale=float(config["initial_loss_scale"]),
+                growth_interval=config["increment_period"],
+                growth_factor=float(config["multiplier"]),
+                backoff_divisor=float(config["multiplier"]),
+            )
+            scales = [scale for scale, _, _ in self.trajectory(policy, row["finite"])]
+            assert row["scale"] == scales
+
+    def test_trajectories_of_other_switches_are_those_of_the_recordings(self):
+        rng = random.Random(5)
+        for row in rng.sample(read("recorded/megatron"), 10):
+            config = row["config"]
+            policy = presets.get(
+                "megatron",
+                init_scale=config["initial_scale"],
+                min_scale=config["min_scale"],
+                growth_factor=config["growth_factor"],
+                backoff_factor=config["backoff_factor"],
+                growth_interval=config["growth_interval"],
+                hysteresis=config["hysteresis"],
+            )
+            flags = [flag == "1" for flag in row["finite"]]
+            scales = [scale for scale, _, _ in self.trajectory(policy, flags)]
+            assert row["scale"] == scales
+
+    def test_select_takes_the_new_values_on_a_finite_step_only(self):
+        new = self.arrays({"w": np.float32([1.0]), "slots": [np.float32(2.0), None]})
+        old = self.arrays({"w": np.float32([5.0]), "slots": [np.float32(6.0), None]})
+        for flag, expected in ((True, (1.0, 2.0)), (False, (5.0, 6.0))):
+            finite = self.framework.array(np.asarray(flag))
+            chosen = self.framework.module.select(finite, new, old)
+            assert chosen["slots"][1] is None
+            values = (chosen["w"], chosen["slots"][0])
+            assert expected == tuple(self.framework.numpy(v).item() for v in values)
+
+    def test_select_does_not_let_a_discarded_nan_through(self):
+        new = self.arrays([np.float32([np.nan])])
+        old = self.arrays([np.float32([5.0])])
+        finite = self.framework.array(np.asarray(False))
+        chosen = self.framework.module.select(finite, new, old)
+        assert [5.0] == self.framework.numpy(chosen[0]).tolist()
+
+    def test_select_refuses_structures_that_differ(self):
+        new, old = self.arrays({"w": np.float32(1)}), self.arrays({"v": np.float32(1)})
+        finite = self.framework.array(np.asarray(True))
+        with pytest.raises((StructureError, ValueError, TypeError)):
+            self.framework.module.select(finite, new, old)
+
+    @pytest.mark.parametrize(
+        "policy",
+        [
+            Dynamic(growth_interval=2),
+            Dynamic(init_scale=2.0**-120, growth_interval=1),
+            presets.get("torch", init_scale=2.0**120, growth_interval=1),
+            Fixed(2.0**15),
+        ],
+        ids=["default", "near the floor", "near the cap", "fixed"],
+    )
+    def test_weights_never_become_infinite_or_nan_whatever_arrives(self, policy):
+        module = self.framework.module
+        rng = np.random.default_rng(1)
+        flags = overflow_pattern(random.Random(1), 60) + [False] * 200 + [True] * 60
+        weights = self.framework.array(np.ones(4, np.float32))
+        state = module.init(policy)
+        for flag in flags:
+            scale = self.framework.numpy(state.scale)
+            with np.errstate(over="ignore"):
+                gradient = rng.standard_normal(4).astype(np.float32) * scale
+            if not flag:
+                gradient[rng.integers(4)] = rng.choice([np.inf, -np.inf, np.nan])
+            grads, signal = module.unscale([self.framework.array(gradient)], state)
+            proposed = weights - grads[0]
+            weights = module.select(signal.finite, [proposed], [weights])[0]
+            state = module.update(policy, state, signal)
+            assert np.isfinite(self.framework.numpy(weights)).all()
+
+    def test_a_portable_state_goes_through_json_and_back(self):
+        import json
+
+        policy = Dynamic(growth_interval=3)
+        module = self.framework.module
+        state = module.update(policy, module.init(policy), Signal(self.flag(True)))
+        text = json.dumps(to_portable(policy, state))
+        same_policy, plain = from_portable(json.loads(text))
+        assert policy == same_policy
+        assert self.plain(state) == self.plain(module.init(same_policy, plain))
+
+    def flag(self, value):
+        return self.framework.array(np.asarray(value))
+
+
+class ClassicConformance:
+    """The seven classic classes, eagerly. Numbers are items of the spec's checklist."""
+
+    framework: Framework
+
+    def value(self, tensor):
+        return self.framework.numpy(tensor).item()
+
+    def gradient(self, finite):
+        return self.framework.array(np.asarray(1.0 if finite else np.nan, np.float32))
+
+    def manager_scales(self, flags, *arguments, **keywords):
+        manager = self.framework.module.ExponentialUpdateLossScaleManager(
+            *arguments, **keywords
+        )
+        scales = []
+        for flag in flags:
+            assert manager.update_loss_scale(flag == "G") is None
+            scales.append(self.value(manager.get_loss_scale()))
+        return scales
+
+    def dynamic_scales(self, flags, *arguments):
+        loss_scale = self.framework.module.DynamicLossScale(*arguments)
+        scales = []
+        for flag in flags:
+            operation, should_apply = loss_scale.update([self.gradient(flag == "G")])
+            assert operation is None
+            assert (flag == "G") == bool(self.framework.numpy(should_apply))  # 31
+            scales.append(self.value(loss_scale()))
+        return scales
+
+    def test_01_a_fixed_manager_keeps_its_value(self):
+        manager = self.framework.module.FixedLossScaleManager(1000)
+        for _ in range(10):
+            assert manager.update_loss_scale(False) is None
+            assert 1000.0 == self.value(manager.get_loss_scale())
+
+    QUARTER = FLOAT32_MAX / 4
+
+    @pytest.mark.parametrize(
+        ("item", "arguments", "flags", "expected"),
+        [
+            (2, (1, 2, 2, 2, 0.5), "GGGGGG", [1, 2, 2, 4, 4, 8]),
+            (4, (1024, 2, 2, 2, 0.5), "BBBBBB", [1024, 512, 512, 256, 256, 128]),
+            (5, (16, 2, 2, 2, 0.5), "BBBBBBBBBB", [16, 8, 8, 4, 4, 2, 2, 1, 1, 1]),
+            (6, (1, 2, 2, 2, 0.5), "GGGBG", [1, 2, 2, 2, 2]),
+            (7, (1, 2, 2, 2, 0.5), "GGGBGB", [1, 2, 2, 2, 2, 1]),
+            (8, (1, 1, 1, 2, 0.5), "GGGBGG", [2, 4, 8, 4, 8, 16]),
+            (9, (1, 1, 1, 2, 0.5), "GBGBGBGBG", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
+            (10, (32, 2, 1, 2, 0.5), "GBGBGBG", [32, 16, 16, 8, 8, 4, 4]),
+            (
+                11,
+                (4, 2, 2, 2, 0.5),
+                "BBGGGBGBGGGB",
+                [4, 2, 2, 4, 4, 4, 4, 2, 2, 4, 4, 4],
+            ),
+        ],
+    )
+    def test_02_to_11_the_exponential_manager(self, item, arguments, flags, expected):
+        del item
+        assert expected == self.manager_scales(flags, *arguments)
+
+    def test_03_growth_stops_at_the_largest_float32(self):
+        quarter = self.QUARTER
+        expected = [quarter, 2 * quarter, 2 * quarter, *[4 * quarter] * 3]
+        assert expected == self.manager_scales("GGGGGG", quarter, 2, 2, 2, 0.5)
+
+    def test_18_a_fixed_loss_scale_says_true_to_anything(self):
+        fixed = self.framework.module.FixedLossScale(1000)
+        for finite in (True, False):
+            operation, should_apply = fixed.update([self.gradient(finite)])
+            assert operation is None
+            assert should_apply is True
+            assert 1000.0 == self.value(fixed())
+
+    def test_19_a_fixed_loss_scale_goes_through_its_config(self):
+        fixed = self.framework.module.get(123)
+        assert {"loss_scale_value": 123.0} == fixed.get_config()
+        again = type(fixed).from_config(fixed.get_config())
+        assert 123.0 == self.value(again())
+        assert "FixedLossScale(123.0)" == repr(again)
+
+    @pytest.mark.parametrize(
+        ("item", "arguments", "flags", "expected"),
+        [
+            (21, (1, 2, 2), "GGGGGG", [1, 2, 2, 4, 4, 8]),
+            (23, (1024, 2, 2), "BBBBBB", [512, 256, 128, 64, 32, 16]),
+            (24, (16, 2, 2), "BBBBBB", [8, 4, 2, 1, 1, 1]),
+            (25, (1, 2, 2), "GGGBG", [1, 2, 2, 1, 1]),
+            (26, (1, 1, 2), "GGGBGG", [2, 4, 8, 4, 8, 16]),
+            (27, (1, 1, 2), "GBGBGBGBG", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
+            (28, (32, 2, 2), "GBGBGBG", [32, 16, 16, 8, 8, 4, 4]),
+            (29, (4, 2, 3), "GGBGG", [4, 12, 4, 4, 12]),
+            (30, (4, 2, 2), "BGGGBGBGGGB", [2, 2, 4, 4, 2, 2, 1, 1, 2, 2, 1]),
+        ],
+    )
+    def test_21_to_31_the_dynamic_loss_scale(self, item, arguments, flags, expected):
+        del item
+        assert expected == self.dynamic_scales(flags, *arguments)
+
+    def test_22_growth_stops_at_the_largest_float32(self):
+        quarter = self.QUARTER
+        expected = [quarter, 2 * quarter, 2 * quarter, *[4 * quarter] * 3]
+        assert expected == self.dynamic_scales("GGGGGG", quarter, 2, 2)
+
+    def test_32_a_single_bare_tensor_is_accepted(self):
+        loss_scale = self.framework.module.DynamicLossScale()
+        _, should_apply = loss_scale.update(self.gradient(True))
+        assert bool(self.framework.numpy(should_apply))
+
+    def test_33_the_config_keeps_its_three_settings(self):
+        loss_scale = self.framework.module.DynamicLossScale(1, 2, 3)
+        config = loss_scale.get_config()
+        assert {
+            "initial_loss_scale": 1.0,
+            "increment_period": 2,
+            "multiplier": 3.0,
+        } == config
+        again = type(loss_scale).from_config(config)
+        assert config == again.get_config()
+        assert (1.0, 2, 3.0) == (
+            again.initial_loss_scale,
+            again.increment_period,
+            again.multiplier,
+        )
+
+    def test_34_none_gradients_are_ignored_and_nothing_at_all_is_a_good_step(self):
+        for nothing in ([None], [], None, {}):
+            loss_scale = self.framework.module.DynamicLossScale(8, 1, 2)
+            _, should_apply = loss_scale.update(nothing)
+            assert bool(self.framework.numpy(should_apply))
+            assert 16.0 == self.value(loss_scale())
+
+    def test_35_get_dynamic_has_the_defaults(self):
+        found = self.framework.module.get("dynamic")
+        assert {
+            "initial_loss_scale": 2.0**15,
+            "increment_period": 2000,
+            "multiplier": 2.0,
+        } == found.get_config()
+
+    @pytest.mark.parametrize(
+        "wrong", ["Dynamic", "fixed", "8", b"dynamic", {}, [], 0.5]
+    )
+    def test_get_refuses_anything_else(self, wrong):
+        with pytest.raises(ValueError, match=r"must be|A loss scale is"):
+            self.framework.module.get(wrong)
+
+    def test_get_gives_back_a_loss_scale_and_none(self):
+        loss_scale = self.framework.module.FixedLossScale(8)
+        assert loss_scale is self.framework.module.get(loss_scale)
+        assert self.framework.module.get(None) is None
+
+    def test_a_floor_below_one_is_an_argument(self):
+        module = self.framework.module
+        loss_scale = module.DynamicLossScale(1.0, 2000, 2, floor=0.25)
+        for _ in range(5):
+            loss_scale.update([self.gradient(False)])
+        assert 0.25 == self.value(loss_scale())
+        assert 0.25 == type(loss_scale).from_config(loss_scale.get_config()).floor
+        scales = self.manager_scales("BBB", 1.0, 2000, 1, 2, 0.5, floor=0.25)
+        assert [0.5, 0.25, 0.25] == scales
+
+    def test_abstract_classes_cannot_be_made(self):
+        for abstract in (
+            self.framework.module.LossScale,
+            self.framework.module.LossScaleManager,
+        ):
+            with pytest.raises(TypeError):
+                abstract()

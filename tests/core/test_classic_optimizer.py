@@ -1,0 +1,254 @@
+"""LossScaleOptimizer bound to NumPy. Numbers are items of the spec's checklist."""
+
+import math
+
+import numpy as np
+import pytest
+from helpers.traces import read
+
+import lossscale.numpy as ls
+
+
+class Descent:
+    """Plain gradient descent on `loss = coefficient * weight`, as the traces used.
+
+    Its variable and its step counter are NumPy arrays that it changes in place, and
+    its arithmetic is done in the weight's dtype: the wrapper sees what a framework's
+    optimizer would show it.
+    """
+
+    def __init__(self, rate=1.0):
+        self.rate, self.calls = rate, 0
+
+    def compute_gradients(self, loss, var_list=None):
+        value = loss() if callable(loss) else loss
+        return [(None if v is None else np.asarray(value) / v, v) for v in var_list]
+
+    def apply_gradients(self, grads_and_vars, global_step=None):
+        self.calls += 1
+        for gradient, variable in grads_and_vars:
+            variable[...] = variable - self.rate * gradient
+        if global_step is not None:
+            global_step += 1
+
+
+def weight(*values):
+    return np.array(values, np.float32)
+
+
+@pytest.mark.parametrize("file", ["opt_contrib.tf1.15.5.eager"])
+def test_the_recorded_optimizer_is_replayed(file):
+    for row in read(f"tensorflow/{file}"):
+        names = ("init_loss_scale", "incr_every_n_steps", "decr_every_n_nan_or_inf")
+        arguments = [
+            row["config"][name] for name in (*names, "incr_ratio", "decr_ratio")
+        ]
+        manager = ls.ExponentialUpdateLossScaleManager(*arguments, at_floor="clamp")
+        optimizer = ls.LossScaleOptimizer(Descent(), manager)
+        variable, step = weight(0.0), np.zeros((), np.int64)
+        bad = row.get("bad_value") or ["NaN"] * len(row["finite"])
+        bad = bad if isinstance(bad, list) else [bad] * len(row["finite"])
+        for place, finite in enumerate(row["finite"]):
+            gradient = np.float32(1.0 if finite else float(bad[place] or "NaN"))
+            result = optimizer.apply_gradients([(gradient, variable)], global_step=step)
+            assert result is None
+            assert row["scale"][place] == manager.get_loss_scale()
+            assert row["var"][place] == variable[0]
+            assert row["step"][place] == step
+
+
+def test_14_gradients_come_back_unscaled_with_the_same_variable():
+    variable = weight(2.0)
+    optimizer = ls.LossScaleOptimizer(Descent(), ls.FixedLossScaleManager(1e4))
+    ((gradient, same),) = optimizer.compute_gradients(
+        lambda: np.float32(1e-4) * variable, [variable]
+    )
+    assert same is variable
+    assert np.float32(1e-4) == pytest.approx(gradient[0], rel=1e-6)
+    assert [2.0] == variable.tolist()
+
+
+def test_12_13_15_a_float16_gradient_that_underflows_is_saved_by_the_scale():
+    def gradient_of(loss_scale):
+        optimizer = ls.LossScaleOptimizer(HalfPrecision(), loss_scale)
+        ((gradient, _),) = optimizer.compute_gradients(
+            lambda: np.float32(1), [weight(1)]
+        )
+        return float(gradient)
+
+    class HalfPrecision(Descent):
+        """Multiplies the incoming gradient by 1e-4 twice and by 1e4, in float16."""
+
+        def compute_gradients(self, loss, var_list):
+            small = np.float16(1e-4)
+            with np.errstate(over="ignore"):
+                upstream = np.float16(loss()) * small * small
+            return [(upstream * np.float16(1e4), v) for v in var_list]
+
+    assert gradient_of(1) == 0.0
+    assert gradient_of(1e4) == pytest.approx(1e-4, rel=1e-2)
+
+
+def test_16_bad_gradients_are_skipped_under_a_fixed_manager_and_a_fixed_scale():
+    for loss_scale in (ls.FixedLossScaleManager(8), ls.FixedLossScale(8), 8):
+        variable = weight(1.0)
+        optimizer = ls.LossScaleOptimizer(Descent(), loss_scale)
+        seen = []
+        for value in (math.nan, math.inf, 0.1):
+            optimizer.apply_gradients([(np.float32(value), variable)])
+            seen.append(variable[0].item())
+        assert [1.0, 1.0, pytest.approx(0.9)] == seen
+
+
+def test_17_a_manager_of_ones_own_is_asked_and_told():
+    class Steps(ls.LossScaleManager):
+        value = 8
+
+        def get_loss_scale(self):
+            return np.float32(self.value)
+
+        def update_loss_scale(self, finite_grads):
+            self.value += 1 if finite_grads else -1
+
+    manager, variable = Steps(), weight(1.0)
+    optimizer = ls.LossScaleOptimizer(Descent(), manager)
+    seen = []
+    for value in (math.nan, math.inf, 0.1):
+        optimizer.apply_gradients([(np.float32(value), variable)])
+        seen.append(manager.value)
+    assert [7, 6, 7] == seen
+
+
+def test_bad_gradients_are_applied_to_those_who_ask_for_it():
+    variable = weight(1.0)
+    optimizer = ls.LossScaleOptimizer(Descent(), 8, skip_nonfinite=False)
+    optimizer.apply_gradients([(np.float32(np.nan), variable)])
+    assert np.isnan(variable[0])
+
+
+def test_a_loss_scale_of_ones_own_decides_about_applying():
+    class Never(ls.LossScale):
+        updates = 0
+
+        def __call__(self):
+            return np.float32(4)
+
+        def update(self, grads):
+            self.updates += 1
+            return None, False
+
+        def get_config(self):
+            return {}
+
+    never, variable = Never(), weight(1.0)
+    inner = Descent()
+    optimizer = ls.LossScaleOptimizer(inner, never)
+    optimizer.apply_gradients([(np.float32(1), variable)])
+    assert (1, 0) == (never.updates, inner.calls)
+
+
+def test_a_subclass_with_an_update_of_its_own_is_honoured():
+    class Careful(ls.DynamicLossScale):
+        def update(self, grads):
+            super().update(grads)
+            return None, False
+
+    inner = Descent()
+    optimizer = ls.LossScaleOptimizer(inner, Careful(8, 1))
+    optimizer.apply_gradients([(np.float32(1), weight(1.0))])
+    assert 0 == inner.calls
+    assert 16.0 == optimizer.loss_scale()
+
+
+def test_42_slots_and_steps_do_not_move_on_a_skipped_step():
+    variable, step = weight(1.0, 2.0), np.zeros((), np.int64)
+    optimizer = ls.LossScaleOptimizer(Descent(), ls.DynamicLossScale(2, 1, 4))
+    optimizer.apply_gradients([(weight(1.0, 1.0), variable)], global_step=step)
+    assert 8.0 == optimizer.loss_scale()
+    optimizer.apply_gradients([(weight(1.0, np.inf), variable)], global_step=step)
+    assert (2.0, 1) == (optimizer.loss_scale(), step)
+    assert [0.0, 1.0] == variable.tolist()
+
+
+def test_none_gradients_are_left_out_and_iterators_are_taken():
+    first, second = weight(1.0), weight(2.0)
+    optimizer = ls.LossScaleOptimizer(Descent(), "dynamic")
+    pairs = iter([(None, first), (weight(1.0), second)])
+    optimizer.apply_gradients(pairs)
+    assert ([1.0], [1.0]) == (first.tolist(), second.tolist())
+
+
+def test_the_scale_does_not_move_when_the_optimizer_raises():
+    class Broken(Descent):
+        def apply_gradients(self, grads_and_vars, global_step=None):
+            raise OSError
+
+    for loss_scale in (
+        ls.DynamicLossScale(8, 1),
+        ls.ExponentialUpdateLossScaleManager(8, 1),
+    ):
+        optimizer = ls.LossScaleOptimizer(Broken(), loss_scale)
+        with pytest.raises(OSError):  # noqa: PT011  # our own, without a text
+            optimizer.apply_gradients([(weight(1.0), weight(1.0))])
+        assert 8.0 == optimizer._current()
+
+
+def test_arguments_go_by_position_and_by_contribs_name():
+    variable, step = weight(5.0), np.zeros((), np.int64)
+    manager = ls.FixedLossScaleManager(8)
+    optimizer = ls.LossScaleOptimizer(opt=Descent(), loss_scale_manager=manager)
+    optimizer.apply_gradients([(weight(1.0), variable)], step)
+    assert ([4.0], 1) == (variable.tolist(), step)
+
+
+def test_a_name_goes_to_apply_gradients():
+    class Named(Descent):
+        def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+            self.name = name
+
+    inner = Named()
+    variable = weight(5.0)
+    ls.LossScaleOptimizer(inner, 8).minimize(
+        lambda: 2 * variable, var_list=[variable], name="train"
+    )
+    assert "train" == inner.name
+
+
+def test_minimize_computes_and_applies():
+    variable, step = weight(5.0), np.zeros((), np.int64)
+    optimizer = ls.LossScaleOptimizer(Descent(), 10)
+    optimizer.minimize(lambda: 2 * variable, global_step=step, var_list=[variable])
+    assert ([3.0], 1) == (variable.tolist(), step)
+
+
+def test_whatever_arrives_the_weights_stay_finite():
+    rng = np.random.default_rng(5)
+    values = np.array(
+        [np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, 0.0, 1.0], np.float32
+    )
+    for loss_scale in (
+        "dynamic",
+        2.0**15,
+        ls.ExponentialUpdateLossScaleManager(2**15, 3),
+    ):
+        variable = np.zeros(3, np.float64)
+        optimizer = ls.LossScaleOptimizer(Descent(1e-3), loss_scale)
+        for _ in range(400):
+            optimizer.apply_gradients([(rng.choice(values, 3), variable)])
+            assert np.isfinite(variable).all()
+
+
+@pytest.mark.parametrize(
+    ("inner", "loss_scale", "message"),
+    [
+        (None, 8, "opt must be an optimizer"),
+        (object(), 8, "opt must be an optimizer"),
+        (Descent(), None, "cannot be None"),
+        (Descent(), 10**400, "must be"),
+        (Descent(), "static", "A loss scale is"),
+        (Descent(), 0.5, "1 or more"),
+    ],
+)
+def test_wrong_arguments_are_refused(inner, loss_scale, message):
+    with pytest.raises(ValueError, match=message):
+        ls.LossScaleOptimizer(inner, loss_scale)

@@ -1,0 +1,153 @@
+"""Other libraries' states: what needs none of them installed; see tests/compat."""
+
+import random
+
+import pytest
+from helpers.sequences import overflow_pattern
+from helpers.traces import read, replay
+
+from lossscale import Dynamic, Fixed, ScaleState, presets
+from lossscale.core.converters import from_library, recognise, to_library
+from lossscale.core.errors import StateError
+from lossscale.core.libraries import LIBRARIES
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_librarys_own_preset_loses_nothing(library):
+    policy = presets.get(LIBRARIES[library].preset)
+    written = to_library(library, policy, ScaleState(4.0, 3, 0))
+    assert () == written.lost
+    assert (policy, ScaleState(4.0, 3, 0)) == from_library(library, written.values)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_was_written_is_recognised(library):
+    policy = presets.get(LIBRARIES[library].preset)
+    values = to_library(library, policy, policy.init()).values
+    assert library == recognise(values)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_training_goes_on_as_if_nothing_had_happened(library):
+    """Convert in the middle of a sequence; the rest must be that of no conversion."""
+    rng = random.Random(11)
+    for _ in range(50):
+        policy = presets.get(LIBRARIES[library].preset, init_scale=1024.0)
+        keeps_interval = library not in {"megatron", "apex"}
+        if keeps_interval:
+            interval = rng.randint(1, 6)
+            policy = presets.get(
+                LIBRARIES[library].preset, init_scale=1024.0, growth_interval=interval
+            )
+        flags = overflow_pattern(rng, 40)
+        states = replay(policy, flags)
+        middle = states[19]
+        values = to_library(library, policy, middle).values
+        read_policy, state = from_library(library, values)
+        rest = replay(read_policy, flags[20:], state)
+        expected = [s.scale for s in states[20:]]
+        assert expected == [s.scale for s in rest]
+
+
+def test_recorded_deepspeed_states_are_read_as_the_state_they_are():
+    """Read the attributes recorded in the middle, and go on as the original did."""
+    for row in read("recorded/deepspeed")[:300]:
+        config, middle = row["config"], len(row["scale"]) // 2
+        values = {
+            "cur_scale": row["scale"][middle],
+            "cur_iter": middle + 1,
+            "last_overflow_iter": row["counters"]["last_overflow_iter"][middle],
+            "scale_factor": 2.0,
+            "scale_window": config["scale_window"],
+            "min_scale": config["min_scale"],
+            "delayed_shift": config["delayed_shift"],
+            "cur_hysteresis": row["counters"]["cur_hysteresis"][middle],
+            "consecutive_hysteresis": config["consecutive_hysteresis"],
+        }
+        policy, state = from_library("deepspeed", values)
+        flags = [flag == "1" for flag in row["finite"][middle + 1 :]]
+        scales = [s.scale for s in replay(policy, flags, state)]
+        assert row["scale"][middle + 1 :] == scales
+
+
+def test_recorded_megatron_states_are_read_as_the_state_they_are():
+    for row in read("recorded/megatron")[:300]:
+        config, middle = row["config"], len(row["scale"]) // 2
+        values = {
+            "scale": row["scale"][middle],
+            "growth_tracker": row["counters"]["_growth_tracker"][middle],
+            "hysteresis_tracker": row["counters"]["_hysteresis_tracker"][middle],
+        }
+        settings = presets.get(
+            "megatron",
+            init_scale=config["initial_scale"],
+            min_scale=config["min_scale"],
+            growth_factor=config["growth_factor"],
+            backoff_factor=config["backoff_factor"],
+            growth_interval=config["growth_interval"],
+            hysteresis=config["hysteresis"],
+        )
+        policy, state = from_library("megatron", values, settings)
+        flags = [flag == "1" for flag in row["finite"][middle + 1 :]]
+        scales = [s.scale for s in replay(policy, flags, state)]
+        assert row["scale"][middle + 1 :] == scales
+
+
+def test_what_another_library_cannot_keep_is_said():
+    policy = Dynamic(hysteresis=3, min_scale=0.5, init_scale=8.0)
+    written = to_library("torch", policy, ScaleState(8.0, 2, 1))
+    text = "\n".join(written.lost)
+    assert "hysteresis is 3 here, torch will take 1" in text
+    assert "min_scale is 0.5 here" in text
+    assert "bad is 1 here, torch will take 0" in text
+
+
+def test_a_fixed_scale_cannot_be_written():
+    with pytest.raises(StateError, match="dynamic scale"):
+        to_library("torch", Fixed(8.0), Fixed(8.0).init())
+
+
+def test_a_division_by_three_is_said_to_be_lost_and_one_by_two_is_not():
+    thirds = Dynamic(growth_factor=3.0, backoff_divisor=3.0)
+    assert "backoff" in " ".join(to_library("torch", thirds, thirds.init()).lost)
+    halves = Dynamic(backoff_divisor=2.0, max_scale=presets.FLOAT32_MAX)
+    assert () == to_library("torch", halves, halves.init()).lost
+
+
+TORCH = {
+    "scale": 8.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 10,
+    "_growth_tracker": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("library", "values", "message"),
+    [
+        ("torch", {}, "'_growth_tracker'.* are missing"),
+        ("torch", TORCH | {"scale": 0.0}, "not usable: The scale must be"),
+        ("torch", TORCH | {"scale": float("inf")}, "not usable"),
+        ("torch", TORCH | {"scale": None}, "'scale' must be a number"),
+        ("torch", TORCH | {"growth_interval": 2.5}, "must be a whole number"),
+        ("torch", TORCH | {"_growth_tracker": -1}, "0 or more"),
+        ("torch", [1], "is a mapping"),
+        ("apex", {"loss_scaler0": 3}, "must be a mapping"),
+        ("apex", {"loss_scaler0": {}, "loss_scaler1": {}}, "several losses"),
+        ("horovod", {}, "No converter for 'horovod'"),
+    ],
+)
+def test_a_foreign_or_broken_state_gives_one_clear_error(library, values, message):
+    with pytest.raises(StateError, match=message):
+        from_library(library, values)
+
+
+def test_a_state_of_nobody_is_not_guessed():
+    with pytest.raises(StateError, match="Cannot tell whose state"):
+        recognise({"loss": 3})
+
+
+def test_the_state_of_a_collapsed_torch_scaler_below_the_normals_is_refused():
+    with pytest.raises(StateError, match="not usable"):
+        from_library("torch", TORCH | {"scale": 2.0**-130})

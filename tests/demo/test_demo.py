@@ -1,0 +1,99 @@
+"""The demonstration: its data, its arithmetic, and what it claims."""
+
+import numpy as np
+import pytest
+
+from lossscale import Dynamic, Fixed
+from lossscale.core.errors import SettingError
+from lossscale.demo import compare, load_digits, network, train
+
+
+def test_the_digits_are_all_there():
+    digits = load_digits()
+    assert (1437, 64) == digits.train_images.shape
+    assert (360, 64) == digits.test_images.shape
+    assert (0.0, 1.0) == (digits.train_images.min(), digits.train_images.max())
+    labels = np.concatenate([digits.train_labels, digits.test_labels])
+    assert set(range(10)) == set(labels.tolist())
+
+
+def test_the_gradients_are_those_of_finite_differences():
+    rng = np.random.default_rng(0)
+    weights = [3 * w.astype(np.float64) for w in network.initial_weights(rng, depth=3)]
+    images, labels = rng.random((5, 64)), rng.integers(10, size=5)
+
+    def loss(changed):
+        trace = network.forward(changed, images, np.float64)
+        # The loss itself is float32; take it in float64 for the differences.
+        shifted = trace.logits - trace.logits.max(axis=1, keepdims=True)
+        logs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+        return -logs[np.arange(5), labels].mean()
+
+    trace = network.forward(weights, images.astype(np.float32), np.float32)
+    _, slope = network.cross_entropy(trace.logits, labels)
+    gradients = network.backward(weights, trace, slope, np.float32)
+    for layer, gradient in enumerate(gradients):
+        place = tuple(rng.integers(size) for size in gradient.shape)
+        step = 1e-3
+        up, down = ([w.copy() for w in weights] for _ in range(2))
+        up[layer][place] += step
+        down[layer][place] -= step
+        expected = (loss(up) - loss(down)) / (2 * step)
+        assert expected == pytest.approx(gradient[place], rel=2e-2, abs=1e-7)
+
+
+def test_everything_that_is_stored_is_float16():
+    rng = np.random.default_rng(0)
+    weights = network.initial_weights(rng)
+    images, labels = rng.random((4, 64)).astype(np.float32), rng.integers(10, size=4)
+    trace = network.forward(weights, images, np.float16)
+    _, slope = network.cross_entropy(trace.logits, labels)
+    gradients = network.backward(weights, trace, slope, np.float16)
+    stored = [*trace.inputs, *trace.slopes, trace.logits, *gradients]
+    assert {np.dtype(np.float16)} == {array.dtype for array in stored}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return compare()
+
+
+def test_unscaled_float16_learns_nothing_because_every_gradient_is_lost(runs):
+    _, unscaled, _, _ = runs
+    assert 1.0 == unscaled.flushed
+    assert unscaled.accuracy < 0.2
+
+
+def test_scaled_float16_learns_as_float32_does(runs):
+    single, _, fixed, dynamic = runs
+    assert single.accuracy > 0.95
+    # Over ten seeds float32 itself spreads from 97.5 to 99.4 %.
+    for scaled in (fixed, dynamic):
+        assert scaled.accuracy > single.accuracy - 0.03
+        assert scaled.flushed < 0.05
+
+
+def test_the_dynamic_scale_grows_overflows_and_recovers(runs):
+    dynamic = runs[3]
+    assert dynamic.skipped.any()
+    changes = np.sign(np.diff(dynamic.scales))
+    assert {-1.0, 0.0, 1.0} == set(changes.tolist())
+
+
+def test_a_run_is_repeatable():
+    first, second = (
+        train("run", Dynamic(growth_interval=20), np.float16, steps=5, seed=3)
+        for _ in range(2)
+    )
+    assert first.losses.tolist() == second.losses.tolist()
+
+
+def test_an_absurd_scale_skips_and_never_breaks_the_weights():
+    run = train("run", Fixed(2.0**126), np.float16, steps=10)
+    assert run.skipped.all()
+    assert np.isfinite(run.losses).all()
+
+
+def test_no_steps_are_refused():
+    with pytest.raises(SettingError, match="steps must be 1 or more"):
+        train("run", Fixed(), np.float16, steps=0)

@@ -1,0 +1,74 @@
+"""What an import loads, seen from a fresh interpreter."""
+
+import subprocess
+import sys
+
+import pytest
+
+LISTING = """
+import sys, sysconfig
+before = set(sys.modules)
+import {module}
+paths = sysconfig.get_paths()
+for name in sorted(set(sys.modules) - before):
+    file = getattr(sys.modules[name], "__file__", None) or ""
+    third_party = "site-packages" in file or "dist-packages" in file
+    if third_party and not name.startswith("lossscale"):
+        print(name)
+"""
+
+
+def third_party_modules(module, *, first=""):
+    """Return the modules outside the standard library that an import loads."""
+    result = subprocess.run(
+        [sys.executable, "-c", first + LISTING.format(module=module)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return result.stdout.split()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "lossscale",
+        "lossscale.core.classic",
+        "lossscale.core.converters",
+        "lossscale.core.portable",
+        "lossscale.core.rule",
+        "lossscale.cli",
+    ],
+)
+def test_an_import_without_a_framework_loads_the_standard_library_alone(module):
+    assert [] == third_party_modules(module)
+
+
+def test_the_check_can_fail():
+    assert "numpy" in third_party_modules("lossscale.numpy")
+
+
+def test_the_numpy_adapter_loads_numpy_alone():
+    roots = {name.partition(".")[0] for name in third_party_modules("lossscale.numpy")}
+    assert {"numpy"} == roots
+
+
+def test_every_exported_name_exists_and_is_sorted():
+    import lossscale
+    import lossscale.diagnostics
+    import lossscale.numpy
+
+    for module in (lossscale, lossscale.numpy, lossscale.diagnostics):
+        assert sorted(module.__all__) == module.__all__
+        for name in module.__all__:
+            assert getattr(module, name) is not None
+
+
+def test_the_version_is_the_packages():
+    from importlib.metadata import version
+
+    import lossscale
+
+    assert version("lossscale") == lossscale.__version__
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = lossscale.nothing

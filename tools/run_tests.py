@@ -1,0 +1,133 @@
+"""Run every suite in a process of its own, two at a time, and add up the results.
+
+A process per framework: importing TensorFlow and then Triton aborts the interpreter,
+Keras has one backend per process, and a broken framework fails its suite alone.
+
+    python tools/run_tests.py            all suites
+    python tools/run_tests.py core jax   some of them
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree as ET
+
+ROOT = Path(__file__).parent.parent
+AT_A_TIME = 2
+NO_TESTS = 5  # pytest's exit status when everything was deselected or skipped
+
+
+class Suite(NamedTuple):
+    """Tests that share a process."""
+
+    paths: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def keras(backend: str) -> Suite:
+    return Suite(("tests/compat/test_keras.py",), {"KERAS_BACKEND": backend})
+
+
+# The longest first, so that the last to finish is a short one.
+SUITES = {
+    "core": Suite(("tests/core",), {}),
+    "tensorflow": Suite(("tests/compat/test_tensorflow.py",), {}),
+    "keras-tensorflow": keras("tensorflow"),
+    "command": Suite(
+        (
+            "tests/cli",
+            "tests/packaging",
+            "tests/demo",
+            "tests/diagnostics",
+            "tests/adapters",
+        ),
+        {},
+    ),
+    # Every code block of the README and the pages, every example in a docstring.
+    "documents": Suite(("README.md", "docs", "src"), {}),
+    "jax": Suite(("tests/compat/test_jax.py",), {}),
+    "torch": Suite(("tests/compat/test_torch.py",), {}),
+    "keras-torch": keras("torch"),
+    "keras-jax": keras("jax"),
+    "kernels-interpreted": Suite(
+        ("tests/kernels/test_rule_interpreted.py",), {"TRITON_INTERPRET": "1"}
+    ),
+    "kernels": Suite(("tests/kernels/test_rule_in_triton.py",), {}),
+}
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
+
+
+class Result(NamedTuple):
+    """What became of a suite."""
+
+    name: str
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
+    output: str
+
+
+def run(name: str) -> Result:
+    """Run one suite; a process that dies without a report counts as a failure."""
+    suite = SUITES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}"]
+        start = time.monotonic()
+        process = subprocess.run(  # noqa: S603  # our own interpreter and paths
+            [*command, *suite.paths],
+            cwd=ROOT,
+            env=os.environ | QUIET | suite.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        seconds = time.monotonic() - start
+        passed = failed = skipped = 0
+        if report.exists():
+            (counts,) = ET.parse(report).getroot().iter("testsuite")  # noqa: S314
+            skipped = int(counts.get("skipped", 0))
+            failed = int(counts.get("failures", 0)) + int(counts.get("errors", 0))
+            passed = int(counts.get("tests", 0)) - failed - skipped
+        if process.returncode not in (0, NO_TESTS) and not failed:
+            failed = 1
+    return Result(name, passed, failed, skipped, seconds, process.stdout)
+
+
+def main(names: list[str]) -> int:
+    unknown = [name for name in names if name not in SUITES]
+    if unknown:
+        print(f"There is no suite {unknown}; there are {', '.join(SUITES)}.")
+        return 2
+    results = []
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        for result in pool.map(run, names or list(SUITES)):
+            print(
+                f"{result.name:20} {result.passed:5} passed {result.failed:3} failed "
+                f"{result.skipped:3} skipped {result.seconds:6.1f} s",
+                flush=True,
+            )
+            if result.failed:
+                print(result.output, flush=True)
+            else:
+                for line in result.output.splitlines():
+                    if line.startswith("SKIPPED"):
+                        print(f"    {line}", flush=True)
+            results.append(result)
+    passed, failed, skipped = (
+        sum(getattr(result, name) for result in results)
+        for name in ("passed", "failed", "skipped")
+    )
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    return 1 if failed or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
