@@ -24,6 +24,7 @@ check: $(VENV)/check.stamp
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/mypy typing_tests
 	$(BIN)/lint-imports
 
 bench: $(VENV)/demo.stamp
@@ -40,7 +41,7 @@ clean:
 # A stamp is newer than what it was installed from, or it is installed again.
 $(VENV)/created.stamp:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip hatchling editables
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade -c constraints.txt pip hatchling editables
 	touch $@
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt $(VENV)/created.stamp

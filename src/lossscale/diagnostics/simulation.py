@@ -158,8 +158,8 @@ def _compiled() -> Callable[..., Any] | None:
         import numba  # noqa: PLC0415  # half a second, and only simulations need it
     except ImportError:
         message = (
-            "numba is not installed: the simulation takes its steps one by one, about "
-            "a thousand times slower. Install it with: pip install 'lossscale[cli]'"
+            "numba is not installed: the simulation takes its steps one by one, a "
+            "few thousand times slower. Install it: pip install 'lossscale[cli]'"
         )
         warnings.warn(message, RuntimeWarning, stacklevel=3)
         return None
