@@ -14,6 +14,12 @@ rule = transition if triton.knobs.runtime.interpret else triton.jit(transition)
 
 
 @triton.jit
+def select(condition, first, second):
+    """Call `tl.where`, which Triton 3.6 does not hand on as an argument itself."""
+    return tl.where(condition, first, second)
+
+
+@triton.jit
 def rule_kernel(
     scale_pointer,
     good_pointer,
@@ -32,6 +38,7 @@ def rule_kernel(
     clamp_at_max: tl.constexpr,
     finite_clears_bad: tl.constexpr,
     backoff_clears_bad: tl.constexpr,
+    exact_division: tl.constexpr,
     block: tl.constexpr,
 ):
     """Take one step of a row of states, in place."""
@@ -41,6 +48,10 @@ def rule_kernel(
     good = tl.load(good_pointer + place, mask=there, other=0)
     bad = tl.load(bad_pointer + place, mask=there, other=0)
     finite = tl.load(finite_pointer + place, mask=there, other=1) != 0
+    if exact_division:
+        # In float32 Triton's `/` is an approximation. A float64 quotient of two float32
+        # numbers, rounded when it is stored, is the float32 quotient.
+        backoff = backoff.to(tl.float64)
     scale, good, bad = rule(
         scale,
         good,
@@ -58,7 +69,7 @@ def rule_kernel(
         clamp_at_max,
         finite_clears_bad,
         backoff_clears_bad,
-        tl.where,
+        select,
     )
     tl.store(scale_pointer + place, scale, mask=there)
     tl.store(good_pointer + place, good, mask=there)

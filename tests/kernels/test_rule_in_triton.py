@@ -16,16 +16,16 @@ from lossscale.core.policies import Settings, Switches  # noqa: E402
 POINTERS = {"scale": "*fp32", "good": "*i32", "bad": "*i32", "finite": "*i8"}
 
 
-def ptx(capability, switches, backoff="fp32"):
+def ptx(capability, switches, *, exact_division=False):
     """Compile the test kernel and return its PTX."""
     from kernels.rule_kernel import rule_kernel
 
     numbers = dict.fromkeys(Settings._fields, "i32")
-    for name in ("growth_factor", "min_scale", "max_scale"):
+    for name in ("growth_factor", "backoff", "min_scale", "max_scale"):
         numbers[name] = "fp32"
     signature = {f"{name}_pointer": kind for name, kind in POINTERS.items()}
-    signature |= numbers | {"backoff": backoff, "count": "i32"}
-    constants = switches._asdict() | {"block": 32}
+    signature |= numbers | {"count": "i32"}
+    constants = switches._asdict() | {"exact_division": exact_division, "block": 32}
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=rule_kernel, signature=signature, constexprs=constants)
     with warnings.catch_warnings():
@@ -47,8 +47,8 @@ def test_it_compiles_into_straight_line_code(capability, switches):
     assert ("div." in text) == switches.backoff_divides
 
 
-def test_division_is_exact_when_the_divisor_is_handed_over_in_float64():
+def test_division_is_exact_when_the_divisor_is_widened_to_float64():
     switches = Switches(True, False, False, False, True)
-    assert "div.rn.f64" in ptx(90, switches, backoff="fp64")
+    assert "div.rn.f64" in ptx(90, switches, exact_division=True)
     # What a kernel author must know: in float32 Triton's `/` is an approximation.
-    assert "div.rn" not in ptx(90, switches, backoff="fp32")
+    assert "div.rn" not in ptx(90, switches)

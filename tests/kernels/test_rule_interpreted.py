@@ -31,7 +31,15 @@ def interpreted(policy, flags):
         finite = torch.tensor([flag], dtype=torch.int8)
         with np.errstate(over="ignore"):  # growth past float32 is tried, then refused
             rule_kernel[(1,)](
-                scale, good, bad, finite, *policy.settings, 1, *policy.switches, 16
+                scale,
+                good,
+                bad,
+                finite,
+                *policy.settings,
+                1,
+                *policy.switches,
+                False,
+                16,
             )
         states.append((scale.item(), good.item(), bad.item()))
     return states
