@@ -13,6 +13,8 @@ SELF := --no-build-isolation --editable
 
 .PHONY: demo test check bench docs clean
 .DELETE_ON_ERROR:
+# One pip at a time in one environment.
+.NOTPARALLEL:
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/lossscale demo
@@ -30,6 +32,7 @@ check: $(VENV)/check.stamp
 bench: $(VENV)/demo.stamp
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/demo_seeds.py
+	$(BIN)/python benchmarks/demo_depths.py
 
 docs: $(VENV)/docs.stamp
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
@@ -39,7 +42,7 @@ clean:
 	rm -rf $(VENV) docs/_build
 
 # A stamp is newer than what it was installed from, or it is installed again.
-$(VENV)/created.stamp:
+$(VENV)/created.stamp: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade -c constraints.txt pip hatchling editables
 	touch $@

@@ -4,8 +4,9 @@
         framework = Framework(lossscale.numpy, array=np.asarray, numpy=np.asarray)
 
 The oracles are NumPy's own arithmetic, the recorded originals in tests/data and values
-written down here; the adapter under test is never its own witness. Frameworks that
-compile give `compile`, and every check of the verbs runs through it.
+written down here; the adapter under test is never its own witness. A framework that
+compiles gives `compile`: scaling, unscaling, updates, `select` and the training loop
+then run through it.
 """
 
 import math
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from helpers import recordings
 from helpers.sequences import overflow_pattern
 from helpers.traces import read
 
@@ -56,6 +58,24 @@ class Layer(NamedTuple):
     bias: Any
 
 
+class Notes:
+    """An optimizer that writes down what it is asked to apply."""
+
+    fails = False
+
+    def __init__(self):
+        self.applied = []
+
+    def compute_gradients(self, loss, var_list=None):
+        return [(loss, variable) for variable in var_list]
+
+    def apply_gradients(self, grads_and_vars):
+        if self.fails:
+            message = "no device"
+            raise OSError(message)
+        self.applied.append([variable for _, variable in grads_and_vars])
+
+
 class VerbConformance:
     """The five verbs."""
 
@@ -74,7 +94,7 @@ class VerbConformance:
         return self.framework.array(np.asarray(tree))
 
     def state(self, scale, good=0, bad=0):
-        return self.framework.module.init(Fixed(1.0), ScaleState(scale, good, bad))
+        return self.framework.module.init(Dynamic(), ScaleState(scale, good, bad))
 
     def unscale(self, grads, scale, **options):
         """Run the verb on NumPy gradients, compiled where that is possible."""
@@ -97,6 +117,11 @@ class VerbConformance:
 
     def test_a_state_to_go_on_from_is_taken(self):
         assert (8.0, 3, 1) == self.plain(self.state(8.0, 3, 1))
+
+    @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 1e39])
+    def test_a_broken_state_to_go_on_from_is_refused(self, scale):
+        with pytest.raises(LossScaleError):
+            self.framework.module.init(Dynamic(), ScaleState(scale, 0, 0))
 
     def test_a_float16_loss_is_scaled_in_float32(self):
         loss = self.framework.array(np.asarray(2.0, np.float16))
@@ -237,15 +262,7 @@ class VerbConformance:
             and 1 <= float(row["config"]["init_loss_scale"]) <= FLOAT32_MAX
         ]
         for row in rng.sample(rows, 25):
-            config = row["config"]
-            policy = presets.get(
-                "tensorflow_contrib",
-                init_scale=float(config["init_loss_scale"]),
-                growth_interval=config["incr_every_n_steps"],
-                hysteresis=config["decr_every_n_nan_or_inf"],
-                growth_factor=float(config["incr_ratio"]),
-                backoff_factor=float(config["decr_ratio"]),
-            )
+            policy = recordings.tensorflow_contrib(row["config"])
             expected = list(zip(row["scale"], row["good"], row["bad"], strict=True))
             assert expected == self.trajectory(policy, row["finite"])
 
@@ -258,30 +275,14 @@ class VerbConformance:
             and 1 <= float(row["config"]["initial_loss_scale"]) <= FLOAT32_MAX
         ]
         for row in rng.sample(rows, 25):
-            config = row["config"]
-            policy = presets.get(
-                "tensorflow",
-                init_scale=float(config["initial_loss_scale"]),
-                growth_interval=config["increment_period"],
-                growth_factor=float(config["multiplier"]),
-                backoff_divisor=float(config["multiplier"]),
-            )
+            policy = recordings.tensorflow(row["config"])
             scales = [scale for scale, _, _ in self.trajectory(policy, row["finite"])]
             assert row["scale"] == scales
 
     def test_trajectories_of_other_switches_are_those_of_the_recordings(self):
         rng = random.Random(5)
         for row in rng.sample(read("recorded/megatron"), 10):
-            config = row["config"]
-            policy = presets.get(
-                "megatron",
-                init_scale=config["initial_scale"],
-                min_scale=config["min_scale"],
-                growth_factor=config["growth_factor"],
-                backoff_factor=config["backoff_factor"],
-                growth_interval=config["growth_interval"],
-                hysteresis=config["hysteresis"],
-            )
+            policy = recordings.megatron(row["config"])
             flags = [flag == "1" for flag in row["finite"]]
             scales = [scale for scale, _, _ in self.trajectory(policy, flags)]
             assert row["scale"] == scales
@@ -289,18 +290,33 @@ class VerbConformance:
     def test_select_takes_the_new_values_on_a_finite_step_only(self):
         new = self.arrays({"w": np.float32([1.0]), "slots": [np.float32(2.0), None]})
         old = self.arrays({"w": np.float32([5.0]), "slots": [np.float32(6.0), None]})
+        select = self.framework.compile(self.framework.module.select)
         for flag, expected in ((True, (1.0, 2.0)), (False, (5.0, 6.0))):
-            finite = self.framework.array(np.asarray(flag))
-            chosen = self.framework.module.select(finite, new, old)
+            chosen = select(self.flag(flag), new, old)
             assert chosen["slots"][1] is None
             values = (chosen["w"], chosen["slots"][0])
             assert expected == tuple(self.framework.numpy(v).item() for v in values)
 
+    @pytest.mark.parametrize("wrong", [Signal(finite=True), np.nan, None, "False"])
+    def test_a_flag_that_is_no_boolean_never_counts_as_finite(self, wrong):
+        """A whole signal is truthy: taken for a flag, it would apply a bad step."""
+        module = self.framework.module
+        new, old = self.arrays([np.float32(1)]), self.arrays([np.float32(5)])
+        with pytest.raises((LossScaleError, TypeError, ValueError)):
+            module.select(wrong, new, old)
+        if not isinstance(wrong, Signal):
+            with pytest.raises((LossScaleError, TypeError, ValueError)):
+                module.update(Dynamic(), self.state(8.0), Signal(wrong))
+
+    def test_an_update_wants_a_signal(self):
+        with pytest.raises((LossScaleError, TypeError)):
+            self.framework.module.update(Dynamic(), self.state(8.0), False)
+
     def test_select_does_not_let_a_discarded_nan_through(self):
         new = self.arrays([np.float32([np.nan])])
         old = self.arrays([np.float32([5.0])])
-        finite = self.framework.array(np.asarray(False))
-        chosen = self.framework.module.select(finite, new, old)
+        select = self.framework.compile(self.framework.module.select)
+        chosen = select(self.flag(False), new, old)
         assert [5.0] == self.framework.numpy(chosen[0]).tolist()
 
     def test_select_refuses_structures_that_differ(self):
@@ -325,16 +341,21 @@ class VerbConformance:
         flags = overflow_pattern(random.Random(1), 60) + [False] * 200 + [True] * 60
         weights = self.framework.array(np.ones(4, np.float32))
         state = module.init(policy)
+
+        @self.framework.compile
+        def step(weights, state, gradient):
+            grads, signal = module.unscale([gradient], state)
+            proposed = weights - grads[0]
+            weights = module.select(signal.finite, [proposed], [weights])[0]
+            return weights, module.update(policy, state, signal)
+
         for flag in flags:
             scale = self.framework.numpy(state.scale)
             with np.errstate(over="ignore"):
                 gradient = rng.standard_normal(4).astype(np.float32) * scale
             if not flag:
                 gradient[rng.integers(4)] = rng.choice([np.inf, -np.inf, np.nan])
-            grads, signal = module.unscale([self.framework.array(gradient)], state)
-            proposed = weights - grads[0]
-            weights = module.select(signal.finite, [proposed], [weights])[0]
-            state = module.update(policy, state, signal)
+            weights, state = step(weights, state, self.framework.array(gradient))
             assert np.isfinite(self.framework.numpy(weights)).all()
 
     def test_a_portable_state_goes_through_json_and_back(self):
@@ -514,6 +535,65 @@ class ClassicConformance:
         assert 0.25 == type(loss_scale).from_config(loss_scale.get_config()).floor
         scales = self.manager_scales("BBB", 1.0, 2000, 1, 2, 0.5, floor=0.25)
         assert [0.5, 0.25, 0.25] == scales
+
+    def test_at_the_floor_hold_refuses_and_clamp_goes_there(self):
+        first = float(np.float32(1.2))
+        assert [first, first] == self.manager_scales("BB", 1.2, 9, 1)
+        clamped = self.manager_scales("BB", 1.2, 9, 1, at_floor="clamp")
+        assert [1.0, 1.0] == clamped
+
+    def optimizer(self, loss_scale, **options):
+        """Return the wrapper and the optimizer inside it, which only takes notes."""
+        inner = Notes()
+        return self.framework.module.LossScaleOptimizer(
+            inner, loss_scale, **options
+        ), inner
+
+    def test_16_bad_gradients_are_never_handed_to_the_optimizer(self):
+        module = self.framework.module
+        for loss_scale in (
+            8,
+            "dynamic",
+            module.FixedLossScaleManager(8),
+            module.ExponentialUpdateLossScaleManager(8, 2),
+        ):
+            optimizer, inner = self.optimizer(loss_scale)
+            optimizer.apply_gradients([(self.gradient(False), "w")])
+            assert [] == inner.applied
+            optimizer.apply_gradients(iter([(self.gradient(True), "w"), (None, "v")]))
+            assert [["w"]] == inner.applied
+
+    def test_41_the_scale_moves_with_what_was_seen(self):
+        loss_scale = self.framework.module.DynamicLossScale(2, 1, 2)
+        optimizer, _ = self.optimizer(loss_scale)
+        seen = []
+        for finite in (True, False, True):
+            optimizer.apply_gradients([(self.gradient(finite), "w")])
+            seen.append(self.value(loss_scale()))
+        assert [4.0, 2.0, 4.0] == seen
+
+    def test_the_scale_stays_when_the_optimizer_raises(self):
+        loss_scale = self.framework.module.DynamicLossScale(8, 1, 2)
+        optimizer, inner = self.optimizer(loss_scale)
+        inner.fails = True
+        with pytest.raises(OSError, match="no device"):
+            optimizer.apply_gradients([(self.gradient(True), "w")])
+        assert 8.0 == self.value(loss_scale())
+
+    def test_an_incomplete_subclass_cannot_be_made_and_base_bodies_return_none(self):
+        class Half(self.framework.module.LossScaleManager):
+            def get_loss_scale(self):
+                return super().get_loss_scale()
+
+        with pytest.raises(TypeError):
+            Half()
+
+        class Whole(Half):
+            def update_loss_scale(self, finite_grads):
+                return super().update_loss_scale(finite_grads)
+
+        assert Whole().get_loss_scale() is None
+        assert Whole().update_loss_scale(True) is None
 
     def test_abstract_classes_cannot_be_made(self):
         for abstract in (

@@ -11,6 +11,8 @@ Install (one virtual environment a library; Python 3.11, no GPU needed):
         pip install torch==2.13.0 numpy packaging && pip install --no-deps megatron-core
     paddle: pip install paddlepaddle setuptools "numpy<2.4"
     mindspore, mindspore_manager: pip install mindspore "numpy<2"
+    apex: pip install torch==2.13.0, and apex/amp/scaler.py of github.com/NVIDIA/apex at
+        commit 03b0eeb on the path, in packages apex and apex.amp that are else empty
 Run: python record_originals.py NAME OUTDIR  (writes OUTDIR/NAME.jsonl.gz)
 
 To run without a GPU: Megatron-Core's tensors for 'cuda' are made on the CPU; Paddle's
@@ -46,6 +48,7 @@ CHOICES: dict[str, tuple[float, ...]] = {
     "factor": (2, 4, 3, 1.5),
 }
 PACKAGES = {"megatron": "megatron-core", "paddle": "paddlepaddle"}
+VERSIONS = {"apex": "commit 03b0eeb"}
 RATES = (0.0, 0.05, 0.2, 0.5, 0.9, 1.0)
 Config = dict[str, Any]
 
@@ -82,6 +85,12 @@ def paddle_step(scaler: Any, finite: bool) -> None:
         scaler.update()
 
 
+def apex_step(scaler: Any, finite: bool) -> None:
+    """Hand it one parameter with one gradient, as its optimizers do."""
+    tensor = import_module("torch").tensor([1.0 if finite else math.inf])
+    scaler.unscale_and_update([{"params": [Bag(grad=tensor)]}], 1.0)
+
+
 class System(NamedTuple):
     """An original: where it is, how it is built, stepped and read."""
 
@@ -91,6 +100,7 @@ class System(NamedTuple):
     reads: str  # the scale, then counters
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     usual: tuple[float, ...] = ()  # the library's own values, where takes needs any
+    attributes: bool = False  # settings are attributes, not constructor arguments
 
 
 DEEPSPEED = System(
@@ -131,9 +141,16 @@ MANAGER = System(
     lambda manager, finite: manager.update_loss_scale(not finite),
     "loss_scale last_overflow_iter bad_step",
 )
+APEX = System(
+    "apex.amp.scaler.LossScaler",
+    "init=_loss_scale interval=_scale_seq_len",
+    apex_step,
+    "_loss_scale _unskipped",
+    attributes=True,
+)
 SYSTEMS = {"deepspeed": DEEPSPEED, "deepspeed_consecutive": DEEPSPEED}
 SYSTEMS |= {"megatron": MEGATRON, "paddle": PADDLE}
-SYSTEMS |= {"mindspore": MINDSPORE, "mindspore_manager": MANAGER}
+SYSTEMS |= {"mindspore": MINDSPORE, "mindspore_manager": MANAGER, "apex": APEX}
 
 
 def random_pattern(rng: random.Random, steps: int) -> list[bool]:
@@ -152,7 +169,10 @@ def record(system: System, config: Config, pattern: list[bool]) -> str:
     module, _, name = system.path.rpartition(".")
     root = module.partition(".")[0]
     with system.context():
-        scaler = getattr(import_module(module), name)(**config)
+        made = getattr(import_module(module), name)
+        scaler = made() if system.attributes else made(**config)
+    if system.attributes:
+        vars(scaler).update(config)
     scales: list[float] = []
     scale_name, *names = system.reads.split()
     counters: dict[str, list[int]] = {key: [] for key in names}
@@ -166,7 +186,7 @@ def record(system: System, config: Config, pattern: list[bool]) -> str:
             values.append(int(getattr(scaler, key)))
     row = {
         "system": system.path,
-        "version": metadata.version(PACKAGES.get(root, root)),
+        "version": VERSIONS.get(root) or metadata.version(PACKAGES.get(root, root)),
         "config": config,
         "finite": "".join("01"[finite] for finite in pattern[: len(scales)]),
         "scale": scales,

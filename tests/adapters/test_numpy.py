@@ -42,6 +42,23 @@ def test_the_largest_value_of_a_float64_gradient_stays_finite():
     assert (1e300, np.float64) == (signal.amax, signal.amax.dtype)
 
 
+def test_arrays_of_either_byte_order_are_taken_and_masked_ones_are_not():
+    swapped = np.array([8.0, 4.0]).astype(">f4")
+    grads, _ = ls.unscale([swapped], state(4.0))
+    assert [2.0, 1.0] == grads[0].tolist()
+    masked = np.ma.masked_array([1.0, 2.0], mask=[True, False])
+    with pytest.raises(GradientError, match="masked"):
+        ls.unscale([masked], state(4.0))
+
+
+def test_it_works_where_numpy_raises_on_everything():
+    with np.errstate(all="raise"):
+        tiny = np.array([1e-40, 3e38, np.inf], np.float32)
+        _, signal = ls.unscale([tiny], state(2.0**-20), measure=("norm", "amax"))
+        assert not signal.finite
+        assert np.float32(np.inf) == ls.scale(np.float32(3e38), state(2.0**20))
+
+
 def test_a_flag_that_is_nan_is_refused():
     with pytest.raises(GradientError, match="one boolean"):
         ls.DynamicLossScale().update_from_finite(float("nan"))

@@ -48,6 +48,17 @@ def check(result):
         ("simulate", "--file", "none.jsonl"),
         ("simulate", "--rate", "2"),
         ("simulate", "--steps", "0"),
+        ("simulate", "--steps", "99999999999999"),
+        ("simulate", "--trace", "--steps", "20000"),
+        ("simulate", "--seed", "-1"),
+        ("simulate", "-p", "fixed:0**-1"),
+        ("simulate", "-p", "dynamic:growth_interval=-2**0.5"),
+        ("simulate", "--sweep", "growth_interval=1:2:nan"),
+        ("simulate", "--sweep", "growth_interval=1:inf:3"),
+        ("simulate", "--sweep", "growth_interval=1:2:0"),
+        ("demo", "--seed", "-1"),
+        ("demo", "-o", "no/such/folder/x.png"),
+        ("demo", "-o", "x.foo"),
         ("presets", "pytorch"),
         ("convert", "none.json", "--to", "torch"),
         ("convert", __file__, "--to", "torch"),
@@ -62,6 +73,35 @@ def test_a_mistake_is_one_message_on_stderr_and_status_2(arguments):
     assert "" == result.stdout
     assert "Error: " in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_file_that_cannot_be_used_is_one_message_and_status_2(tmp_path):
+    latin, digits = tmp_path / "latin.jsonl", tmp_path / "digits.jsonl"
+    latin.write_bytes(b"\xff\xfe\n")
+    digits.write_text("9" * 5000 + "\n", encoding="utf-8")
+    good = tmp_path / "good.json"
+    good.write_text(json.dumps(to_portable(Dynamic(), Dynamic().init())))
+    for arguments in (
+        ("simulate", "--file", str(latin)),
+        ("simulate", "--file", str(digits)),
+        ("convert", str(digits), "--to", "torch"),
+        ("convert", str(good), "--to", "torch", "-o", str(tmp_path / "no" / "x.json")),
+        ("convert", str(good), "--to", "torch", "--policy", "torch"),
+    ):
+        result = run(*arguments)
+        assert 2 == result.returncode
+        assert "Error: " in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_a_chart_falls_back_to_plain_characters():
+    result = subprocess.run(
+        [*COMMAND, "simulate", "--steps", "300", "--chart"],
+        capture_output=True,
+        check=True,
+        env=os.environ | {"PYTHONIOENCODING": "cp1252"},
+    )
+    assert result.stdout.decode("ascii").count("|") > 10
 
 
 def test_every_command_has_help():
@@ -187,7 +227,7 @@ def test_the_version_is_told():
 
 def test_a_reader_that_goes_away_is_no_error():
     process = subprocess.Popen(
-        [*COMMAND, "simulate", "--trace", "--steps", "20000"],
+        [*COMMAND, "simulate", "--trace", "--steps", "10000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

@@ -25,7 +25,6 @@ def test_the_rule_runs_on_jax_arrays(compiled):
         dtypes=(jnp.dtype("float32"), jnp.dtype("int32")),
         where=jnp.where,
         compile_rule=jax.jit if compiled else None,
-        guard=jax.lax.optimization_barrier if compiled else None,
     )
 
 
@@ -129,6 +128,41 @@ def test_the_preset_takes_flaxs_steps():
                 check_equal_while(
                     expected, actual, lambda pair: pair[0] >= SMALLEST_NORMAL, config
                 )
+
+
+def test_the_defaults_are_flaxs_and_jmps():
+    scaler = flax_scale()()
+    policy = presets.get("flax")
+    assert (
+        scaler.scale,
+        scaler.growth_factor,
+        scaler.backoff_factor,
+        scaler.growth_interval,
+        scaler.minimum_scale,
+    ) == (
+        policy.init_scale,
+        policy.growth_factor,
+        policy.backoff_factor,
+        policy.growth_interval,
+        policy.min_scale,
+    )
+    jmp = pytest.importorskip("jmp", reason="jmp is not installed")
+    scaler = jmp.DynamicLossScale(jnp.float32(1.0))
+    policy = presets.get("jmp")
+    assert (scaler.period, scaler.factor, float(scaler.min_loss_scale)) == (
+        policy.growth_interval,
+        policy.growth_factor,
+        policy.min_scale,
+    )
+
+
+def test_jmp_forgets_its_floor_under_jit():
+    jmp = pytest.importorskip("jmp", reason="jmp is not installed")
+    floor = jnp.float32(0.25)
+    scaler = jmp.DynamicLossScale(jnp.float32(1.0), min_loss_scale=floor)
+    step = jax.jit(lambda s: s.adjust(jnp.bool_(False)))
+    assert 0.5 == scaler.adjust(jnp.bool_(False)).loss_scale
+    assert 1.0 == step(scaler).loss_scale
 
 
 def test_flax_grows_one_step_later_than_torch():

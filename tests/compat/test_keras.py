@@ -114,6 +114,21 @@ def test_the_preset_takes_keras_steps():
         )
 
 
+def test_the_defaults_are_those_of_keras():
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    policy = presets.get("keras")
+    config = optimizer.get_config()
+    assert policy.init_scale == config["initial_scale"]
+    assert policy.growth_interval == config["dynamic_growth_steps"]
+
+
+def test_keras_applies_a_gradient_that_overflows_by_unscaling():
+    original = Original(0.25, 1000)
+    original.good = keras.ops.convert_to_tensor([3e38])
+    original.step(True)
+    assert not np.isfinite(keras.ops.convert_to_numpy(original.variable.value)).all()
+
+
 def test_the_variables_of_keras_are_read_and_written():
     original = Original(8.0, 3)
     for flag in (True, True, False, True):

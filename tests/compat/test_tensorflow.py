@@ -54,12 +54,15 @@ def test_the_preset_and_our_class_take_tensorflows_steps():
         ]
 
 
-def as_tensors(settings):
-    """Settings as variables: Grappler folds a division by a constant."""
-    return [
-        tf.Variable(value, dtype=tf.float32 if isinstance(value, float) else tf.int32)
-        for value in settings
-    ]
+def test_the_defaults_are_tensorflows():
+    config = tf.compat.v1.mixed_precision.DynamicLossScale().get_config()
+    policy = presets.get("tensorflow")
+    assert {
+        "initial_loss_scale": policy.init_scale,
+        "increment_period": policy.growth_interval,
+        "multiplier": policy.growth_factor,
+    } == config
+    assert config == ls.DynamicLossScale().get_config()
 
 
 @pytest.mark.parametrize("mode", ["eager", "function", "xla"])
@@ -74,7 +77,6 @@ def test_the_rule_runs_on_tensors(mode):
         dtypes=(tf.float32, tf.int32),
         where=tf.where,
         compile_rule=compilers[mode],
-        settings=None if mode == "eager" else as_tensors,
     )
 
 

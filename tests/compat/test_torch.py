@@ -76,7 +76,7 @@ def test_torch_runs_off_to_zero_and_ours_stops_where_the_reciprocal_is_finite():
 def test_the_rule_runs_on_torch_tensors(compiled):
     def compile_rule(function):
         torch._dynamo.reset()  # 64 policies are 64 graphs of one function
-        return torch.compile(function, fullgraph=True, backend="eager")
+        return torch.compile(function, fullgraph=True, backend="aot_eager")
 
     run_rule(
         array=torch.tensor,
@@ -84,6 +84,39 @@ def test_the_rule_runs_on_torch_tensors(compiled):
         where=torch.where,
         compile_rule=compile_rule if compiled else None,
     )
+
+
+def test_the_defaults_are_torchs():
+    saved = torch.amp.GradScaler("cpu").state_dict()
+    policy, state = from_library("torch", saved)
+    assert presets.get("torch") == policy
+    assert policy.init() == state
+
+
+def test_torch_grows_only_exactly_at_the_interval_and_ours_at_it_or_above():
+    config = {"init_scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+    scale, tracker = torch.tensor(8.0), torch.tensor(5, dtype=torch.int32)
+    torch._amp_update_scale_(scale, tracker, torch.tensor(0.0), 2.0, 0.5, 3)
+    assert (8.0, 6) == (scale.item(), tracker.item())
+    policy = presets.get("torch", growth_interval=3, **config)
+    (state,) = replay(policy, [True], ScaleState(8.0, 5, 0))
+    assert 16.0 == state.scale
+
+
+def test_torch_applies_a_gradient_that_overflows_by_unscaling_and_ours_does_not():
+    import numpy as np
+
+    import lossscale.numpy as ls
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=0.25)
+    scaler.scale(torch.ones(1))
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.tensor([3e38])
+    scaler.step(torch.optim.SGD([weight], lr=1.0))
+    assert not torch.isfinite(weight).all()
+    state = ls.init(Dynamic(), ScaleState(0.25, 0, 0))
+    _, signal = ls.unscale([np.float32([3e38])], state)
+    assert not signal.finite
 
 
 def test_a_torch_state_dict_is_read_and_written():

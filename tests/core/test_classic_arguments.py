@@ -184,6 +184,10 @@ def test_a_manager_takes_any_number_as_a_flag_but_not_none_or_text(case):
         ({"floor": -1.0}, "floor must be"),
         ({"at_floor": "stay"}, "at_floor must be 'hold' or 'clamp'"),
         ({"init_loss_scale": 0.25}, "could never move"),
+        (
+            {"init_loss_scale": 0.3716920129327538, "incr_ratio": 2.690399484534846},
+            "could never move",
+        ),
         ({"init_loss_scale": 10**400}, "init_loss_scale must be"),
         ({"incr_every_n_steps": 2**40}, "incr_every_n_steps must be"),
     ],

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from helpers import recordings
 from helpers.sequences import overflow_pattern
 from helpers.traces import read, replay
 
@@ -78,16 +79,7 @@ def test_recorded_megatron_states_are_read_as_the_state_they_are():
             "growth_tracker": row["counters"]["_growth_tracker"][middle],
             "hysteresis_tracker": row["counters"]["_hysteresis_tracker"][middle],
         }
-        settings = presets.get(
-            "megatron",
-            init_scale=config["initial_scale"],
-            min_scale=config["min_scale"],
-            growth_factor=config["growth_factor"],
-            backoff_factor=config["backoff_factor"],
-            growth_interval=config["growth_interval"],
-            hysteresis=config["hysteresis"],
-        )
-        policy, state = from_library("megatron", values, settings)
+        policy, state = from_library("megatron", values, recordings.megatron(config))
         flags = [flag == "1" for flag in row["finite"][middle + 1 :]]
         scales = [s.scale for s in replay(policy, flags, state)]
         assert row["scale"][middle + 1 :] == scales
@@ -100,6 +92,25 @@ def test_what_another_library_cannot_keep_is_said():
     assert "hysteresis is 3 here, torch will take 1" in text
     assert "min_scale is 0.5 here" in text
     assert "bad is 1 here, torch will take 0" in text
+
+
+def test_what_megatron_does_not_save_is_to_be_set_there():
+    policy = presets.get("megatron", hysteresis=4)
+    written = to_library("megatron", policy, ScaleState(8.0, 2, 1))
+    assert 3 == written.values["hysteresis_tracker"]
+    expected = "hysteresis is 4 here, megatron does not save it: set it there"
+    assert (expected,) == written.lost
+    assert (
+        ()
+        == to_library("megatron", presets.get("megatron"), ScaleState(8.0, 2, 5)).lost
+    )
+
+
+def test_a_count_at_the_interval_is_written_so_that_it_still_fires():
+    policy = presets.get("flax", growth_interval=5)
+    written = to_library("torch", policy, ScaleState(8.0, 5, 0))
+    assert 4 == written.values["_growth_tracker"]
+    assert any(line.startswith("good is 5 here") for line in written.lost)
 
 
 def test_a_fixed_scale_cannot_be_written():
@@ -136,6 +147,20 @@ TORCH = {
         ("apex", {"loss_scaler0": 3}, "must be a mapping"),
         ("apex", {"loss_scaler0": {}, "loss_scaler1": {}}, "several losses"),
         ("horovod", {}, "No converter for 'horovod'"),
+        ("torch", TORCH | {"scale": 10**400}, "not usable"),
+        ("torch", TORCH | {"scale": 10**5000}, "not usable"),
+        (
+            "megatron",
+            {"scale": 8.0, "growth_tracker": 0, "hysteresis_tracker": 4},
+            r"presets\.get\('megatron', hysteresis=4\)",
+        ),
+        (
+            "deepspeed",
+            {"cur_scale": 8.0, "cur_iter": 1, "last_overflow_iter": -1}
+            | {"consecutive_hysteresis": "False"},
+            "must be true or false",
+        ),
+        ([], {}, "No converter"),
     ],
 )
 def test_a_foreign_or_broken_state_gives_one_clear_error(library, values, message):

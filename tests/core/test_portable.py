@@ -22,7 +22,8 @@ POLICIES = [Fixed(8.0), Dynamic(), *(p.policy for p in presets.PRESETS.values())
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_json_there_and_back(policy):
-    state = ScaleState(np.float32(1.7) * np.float32(3), np.int32(17), np.int64(2))
+    scale = np.float32(1.7) * np.float32(3) if isinstance(policy, Dynamic) else 8.0
+    state = ScaleState(scale, np.int32(17), np.int64(2))
     text = json.dumps(to_portable(policy, state), allow_nan=False)
     assert (policy, state) == from_portable(json.loads(text))
 
@@ -84,6 +85,9 @@ MALFORMED = {
     "scale true": changed(state__scale=True),
     "scale without reciprocal": changed(state__scale=2.0**-140),
     "scale a list": changed(state__scale=[8.0]),
+    "scale of 5,000 digits": changed(state__scale=10**5000),
+    "counter of 5,000 digits": changed(state__good=10**5000),
+    "older format": changed(format="lossscale/0"),
     "counter negative": changed(state__good=-1),
     "counter fractional": changed(state__good=1.5),
     "counter true": changed(state__bad=True),
@@ -119,6 +123,16 @@ def test_a_newer_format_says_what_to_type():
 def test_no_json_value_gives_anything_but_a_state_error(value):
     with pytest.raises(StateError):
         from_portable(value)
+
+
+def test_a_state_that_could_never_move_again_is_refused():
+    stuck = Dynamic(min_scale=1.0, at_min="hold", init_scale=8.0)
+    with pytest.raises(StateError, match="could never move"):
+        to_portable(stuck, ScaleState(0.25, 0, 0))
+    with pytest.raises(StateError, match="fixed at"):
+        to_portable(Fixed(8.0), ScaleState(99.0, 0, 0))
+    with pytest.raises(StateError, match="A state is a ScaleState"):
+        to_portable(Dynamic(), (8.0, 0, 0))
 
 
 def test_a_policy_of_ones_own_cannot_be_written_and_says_so():

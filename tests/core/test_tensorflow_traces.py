@@ -1,13 +1,11 @@
 """The recorded originals of TensorFlow's classic classes, replayed bit for bit."""
 
-import math
-
 import numpy as np
 import pytest
+from helpers.recordings import tensorflow_contrib
 from helpers.traces import check_equal_while, read, replay
 
 import lossscale.numpy as ls
-from lossscale import presets
 
 EXPONENTIAL = (
     "tensorflow/contrib_exponential.tf1.15.5.eager",
@@ -112,24 +110,13 @@ def test_a_fixed_scale_replays_the_original(file, make):
                 assert scale == fixed()
 
 
-def policy_of_exponential(config):
-    return presets.get(
-        "tensorflow_contrib",
-        init_scale=float(config["init_loss_scale"]),
-        growth_interval=config["incr_every_n_steps"],
-        hysteresis=config["decr_every_n_nan_or_inf"],
-        growth_factor=float(config["incr_ratio"]),
-        backoff_factor=float(config["decr_ratio"]),
-    )
-
-
 def test_the_preset_tensorflow_contrib_takes_the_steps_of_the_traces():
     sequences = 0
     for row in rows(EXPONENTIAL, usable_exponential):
         config = row["config"]
         if config["init_loss_scale"] < 1 or not config["incr_every_n_steps"]:
             continue  # a policy starts within its bounds; the classes need not
-        states = replay(policy_of_exponential(config), row["finite"])
+        states = replay(tensorflow_contrib(config), row["finite"])
         expected = list(zip(row["scale"], row["good"], row["bad"], strict=True))
         check_equal_while(expected, [tuple(s) for s in states], lambda _: True, config)
         sequences += 1
@@ -155,15 +142,3 @@ def test_hold_and_clamp_differ_only_where_the_floor_is_touched():
             if scale <= 1:
                 break
             assert scale == held.get_loss_scale()
-
-
-def test_no_recorded_scale_of_a_usable_setting_is_broken():
-    for row in rows(
-        EXPONENTIAL + DYNAMIC,
-        lambda config: (
-            usable_exponential(config)
-            if "incr_ratio" in config
-            else usable_dynamic(config)
-        ),
-    ):
-        assert all(math.isfinite(scale) and scale > 0 for scale in row["scale"])

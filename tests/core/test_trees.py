@@ -63,5 +63,10 @@ def test_the_first_difference_is_named(first, second, place):
     assert f"differ at {place}:" in str(caught.value)
 
 
+def test_neither_the_order_of_keys_nor_the_kind_of_dict_matters():
+    first, second = {"a": 1, "b": [2]}, OrderedDict(b=[3], a=4)
+    assert trees.check_same_structure(first, second) is None
+
+
 def test_equal_structures_pass():
     assert trees.check_same_structure(NEST, NEST) is None

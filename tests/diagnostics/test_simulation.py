@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from helpers.recordings import tensorflow_contrib
 from helpers.sequences import overflow_pattern
 from helpers.traces import read, replay
 
@@ -36,15 +37,7 @@ def test_every_preset_goes_as_it_does_step_by_step(name):
 
 def test_the_recorded_manager_is_simulated_bit_for_bit():
     for row in read("tensorflow/unit_exponential.tf1.15.5.eager"):
-        config = row["config"]
-        policy = presets.get(
-            "tensorflow_contrib",
-            init_scale=float(config["init_loss_scale"]),
-            growth_interval=config["incr_every_n_steps"],
-            hysteresis=config["decr_every_n_nan_or_inf"],
-            growth_factor=float(config["incr_ratio"]),
-            backoff_factor=float(config["decr_ratio"]),
-        )
+        policy = tensorflow_contrib(row["config"])
         (result,) = simulate([policy], np.array(row["finite"]))
         steps = np.arange(1, len(row["scale"]) + 1)
         assert row["scale"] == result.scale_after(steps).tolist()

@@ -5,8 +5,7 @@ from itertools import product
 
 from helpers.sequences import overflow_pattern
 from helpers.traces import replay
-from lossscale import Dynamic
-from lossscale.core.rule import transition
+from lossscale import Dynamic, ScaleState, Signal
 
 
 def policies():
@@ -36,26 +35,24 @@ def policies():
         )
 
 
-def run_rule(*, array, dtypes, where, compile_rule=None, settings=None, guard=None):
+def run_rule(*, array, dtypes, where, compile_rule=None):
     """Raise unless every step equals NumPy's and dtypes stay what they are.
+
+    Goes through `Policy.step`, as adapters do.
 
     Args:
         array: Makes an array of a number, with `dtype=`.
         dtypes: The framework's float32 and int32.
         where: The framework's select.
         compile_rule: Compiles a step, where the framework does that.
-        settings: Makes variables of the settings. A compiler that sees a constant
-            divisor multiplies by its rounded reciprocal instead (Grappler, XLA).
-        guard: Hides a setting from the compiler, inside the compiled step.
     """
     rng = random.Random(9)
     real, whole = dtypes
     for policy in policies():
-        numbers = settings(policy.settings) if settings else policy.settings
 
-        def step(scale, good, bad, finite, policy=policy, numbers=numbers):
-            given = map(guard, numbers) if guard else numbers
-            return transition(scale, good, bad, finite, *given, *policy.switches, where)
+        def step(scale, good, bad, finite, policy=policy):
+            state, signal = ScaleState(scale, good, bad), Signal(finite)
+            return tuple(policy.step(state, signal, where=where))
 
         taken = compile_rule(step) if compile_rule else step
         state = (

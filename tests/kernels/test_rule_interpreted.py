@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
+from helpers.recordings import tensorflow_contrib  # noqa: E402
 from helpers.sequences import overflow_pattern  # noqa: E402
 from helpers.traces import read, replay  # noqa: E402
 
@@ -58,14 +59,6 @@ def test_every_preset_agrees_with_numpy_step_for_step(name):
 def test_the_recorded_manager_is_replayed_bit_for_bit():
     rows = read("tensorflow/unit_exponential.tf1.15.5.eager")
     for row in rows:
-        config = row["config"]
-        policy = presets.get(
-            "tensorflow_contrib",
-            init_scale=float(config["init_loss_scale"]),
-            growth_interval=config["incr_every_n_steps"],
-            hysteresis=config["decr_every_n_nan_or_inf"],
-            growth_factor=float(config["incr_ratio"]),
-            backoff_factor=float(config["decr_ratio"]),
-        )
+        policy = tensorflow_contrib(row["config"])
         expected = list(zip(row["scale"], row["good"], row["bad"], strict=True))
         assert expected == interpreted(policy, row["finite"])

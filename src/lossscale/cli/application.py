@@ -23,11 +23,16 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except LossScaleError as error:
             raise click.UsageError(str(error)) from None
+        except MemoryError:
+            message = "That needs more memory than there is."
+            raise click.UsageError(message) from None
         except BrokenPipeError:
             # The reader of a pipe went away, as `head` does: nothing is wrong. Keep
             # the interpreter from flushing into the closed pipe at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return None
+        except (OSError, UnicodeError) as error:
+            raise click.UsageError(str(error)) from None
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -46,11 +46,15 @@ def convert(
     What the other form cannot hold is listed on stderr.
     """
     if str(source) == "-":
-        values = portable.parse_json(sys.stdin.read(), "The standard input")
+        text = sys.stdin.read() if sys.stdin else ""
+        values = portable.parse_json(text, "The standard input")
     else:
         values = portable.read_json(source)
     library = library or recognise(values)
     if library == "lossscale":
+        if policy is not None:
+            message = "--policy has no use here: a lossscale state holds its policy."
+            raise click.UsageError(message)
         read_policy, state = portable.from_portable(values)
     else:
         read_policy, state = from_library(library, values, _dynamic(policy))
@@ -61,7 +65,7 @@ def convert(
         result, lost = to_library(target, read_policy, state)
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     if output is None:
-        sys.stdout.write(text)
+        click.echo(text, nl=False)
     else:
         portable.write_atomically(output, text)
     for line in lost:

@@ -12,7 +12,13 @@ _RUNS = 4
 
 
 @click.command()
-@click.option("--seed", default=0, show_default=True, help="Weights and batches.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Weights and batches.",
+)
 @click.option("--steps", type=click.IntRange(min=1), default=300, show_default=True)
 @click.option(
     "--policy",
@@ -39,7 +45,14 @@ def demo(
     from lossscale.demo import check_matplotlib, compare, draw
 
     if not as_json:
+        # What would fail after the training fails before it.
         check_matplotlib()
+        if output.suffix != ".png":
+            message = f"--output must be a .png file, got {str(output)!r}."
+            raise click.UsageError(message)
+        if not output.absolute().parent.is_dir():
+            message = f"There is no folder {str(output.absolute().parent)!r}."
+            raise click.UsageError(message)
     chosen = None if policy is None else parse_policy(policy)
     with progress("training", _RUNS * steps) as advance:
         runs = compare(

@@ -25,6 +25,8 @@ class _Part(NamedTuple):
     """A program that fails, saying why, if the part does not work."""
     remedy: str
     """What to type if it is not there."""
+    adapter: str | None = None
+    """The module of lossscale that uses it."""
 
 
 class _Row(NamedTuple):
@@ -44,22 +46,48 @@ _PARTS = (
     _Part(
         "plot", ("matplotlib",), "import matplotlib", "pip install 'lossscale[plot]'"
     ),
-    _Part("torch", ("torch",), "import torch", "pip install 'lossscale[torch]'"),
+    _Part(
+        "torch",
+        ("torch",),
+        "import torch",
+        "pip install 'lossscale[torch]'",
+        "lossscale.torch",
+    ),
     _Part(
         "tensorflow",
         ("tensorflow", "tensorflow-cpu"),
         "import tensorflow",
         "pip install 'lossscale[tensorflow]'",
+        "lossscale.tensorflow",
     ),
-    _Part("keras", ("keras",), "import keras", "pip install 'lossscale[keras]'"),
-    _Part("jax", ("jax",), "import jax; jax.devices()", "pip install 'lossscale[jax]'"),
-    _Part("optax", ("optax",), "import optax", "pip install 'lossscale[optax]'"),
+    _Part(
+        "keras",
+        ("keras",),
+        "import keras",
+        "pip install 'lossscale[keras]'",
+        "lossscale.keras",
+    ),
+    _Part(
+        "jax",
+        ("jax",),
+        "import jax; jax.devices()",
+        "pip install 'lossscale[jax]'",
+        "lossscale.jax",
+    ),
+    _Part(
+        "optax",
+        ("optax",),
+        "import optax",
+        "pip install 'lossscale[optax]'",
+        "lossscale.optax",
+    ),
     _Part(
         "triton kernels",
         ("triton",),
         "import sys, torch, triton\n"
         "sys.exit(None if torch.cuda.is_available() else 'no CUDA device is visible')",
         "pip install 'lossscale[triton]' on a machine with an NVIDIA GPU",
+        "lossscale.torch",
     ),
 )
 
@@ -117,13 +145,10 @@ def _examine(part: _Part) -> _Row:
     if result.returncode:
         lines = result.stderr.strip().splitlines() or [f"exit {result.returncode}"]
         return _Row(part.name, found, works=False, advice=f"{lines[-1]}; {part.remedy}")
-    if part.name in _FRAMEWORKS and find_spec(f"lossscale.{part.name}") is None:
+    if part.adapter and find_spec(part.adapter) is None:
         advice = "installed; this version of lossscale has no adapter for it yet"
         return _Row(part.name, found, works=False, advice=advice)
     return _Row(part.name, found, works=True, advice=None)
-
-
-_FRAMEWORKS = ("numpy", "torch", "tensorflow", "keras", "jax", "optax")
 
 
 def _version(package: str) -> str | None:

@@ -5,6 +5,7 @@ The name is a preset, `dynamic` or `fixed`; the settings after the colon replace
 of the preset.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import fields
 from itertools import product
@@ -17,6 +18,7 @@ from lossscale.core.policies import Dynamic, Fixed
 _COUNTS = ("growth_interval", "hysteresis")
 _SWITCHES = ("consecutive", "backoff_refills")
 _RANGE_PARTS = 3
+_MOST = 10_000
 
 
 def parse_policy(text: str) -> Dynamic | Fixed:
@@ -75,8 +77,11 @@ def _choices(key: str, text: str) -> list[str]:
     if len(parts) != _RANGE_PARTS:
         return text.split(",")
     first, last, count = (_number(key, part) for part in parts)
-    steps = max(1, int(count) - 1)
-    values = [first + (last - first) * place / steps for place in range(int(count))]
+    if not (count.is_integer() and 1 <= count <= _MOST):
+        message = f"A sweep tries 1 to {_MOST:,} values, got {parts[-1]!r}."
+        raise SettingError(message)
+    gaps = max(1, int(count) - 1)
+    values = [first + (last - first) * place / gaps for place in range(int(count))]
     return [str(round(v)) if key in _COUNTS else repr(v) for v in values]
 
 
@@ -100,7 +105,11 @@ def _number(key: str, text: str) -> float:
     """Read a number; powers may be written 2**16."""
     base, power, exponent = text.partition("**")
     try:
-        return float(base) ** float(exponent) if power else float(text)
-    except (ValueError, OverflowError):
+        value = float(base) ** float(exponent) if power else float(text)
+    except (ArithmeticError, ValueError):
+        value = math.nan
+    # A root of a negative number is complex.
+    if not isinstance(value, float) or not math.isfinite(value):
         message = f"{key} must be a number such as 1024 or 2**16, got {text!r}."
-        raise SettingError(message) from None
+        raise SettingError(message)
+    return value

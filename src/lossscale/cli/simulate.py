@@ -2,6 +2,7 @@
 """`lossscale simulate`: what policies do over a sequence of overflows."""
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="The share of overflows in a random sequence.",
 )
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--trace", is_flag=True, help="Print every step of every policy.")
 @click.option("--chart", is_flag=True, help="Draw the scales in the terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -106,6 +107,9 @@ def simulate(
     )
 
 
+_MOST_TRACED = 10_000
+
+
 def _sequence(
     given: str | None, file: Path | None, steps: int, rate: float, seed: int
 ) -> "npt.NDArray[np.bool_]":
@@ -136,7 +140,7 @@ def _read(file: Path) -> "npt.NDArray[np.bool_]":
                 continue
             try:
                 value: Any = json.loads(line)
-            except json.JSONDecodeError:
+            except ValueError:
                 value = None
             if isinstance(value, dict):
                 value = value.get("finite")
@@ -184,6 +188,9 @@ def _print_trace(
     """Print the state after every step."""
     import lossscale.numpy as verbs
 
+    if finite.size * len(policies) > _MOST_TRACED:
+        message = f"--trace prints at most {_MOST_TRACED:,} steps, of all policies."
+        raise click.UsageError(message)
     rows = []
     for name, policy in policies.items():
         state = verbs.init(policy)
@@ -209,6 +216,7 @@ def _draw(policies: dict[str, Policy], results: list[Any]) -> None:
     import numpy as np
     from uniplot import plot_to_string
 
+    blocks = _shows_blocks()
     points = np.linspace(0, results[0].length, 400).round()
     for name, result in zip(policies, results, strict=True):
         chart = plot_to_string(
@@ -219,5 +227,18 @@ def _draw(policies: dict[str, Policy], results: list[Any]) -> None:
             width=90,
             height=10,
             title=f"{name}: log2 of the scale over the steps",
+            character_set="block" if blocks else "ascii",
         )
-        click.echo(chart)
+        click.echo(chart if blocks else chart.translate(_PLAIN_FRAME))
+
+
+_PLAIN_FRAME = str.maketrans("\u250c\u2510\u2514\u2518\u2502\u2500\u2594", "++++|--")
+
+
+def _shows_blocks() -> bool:
+    """Whether the output can show block characters; a pipe on Windows cannot."""
+    try:
+        "\u2588\u2500".encode(sys.stdout.encoding or "ascii")
+    except UnicodeError:
+        return False
+    return True

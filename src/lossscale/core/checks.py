@@ -30,17 +30,33 @@ def as_float32(value: float) -> float:
     return rounded
 
 
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: at most some 60 characters.
+
+    Python refuses to write integers of more than 4,300 digits.
+    """
+    if isinstance(value, int) and value.bit_length() > _LONGEST:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+_LONGEST = 200
+
+
 def number(name: str, value: Any, expected: str) -> float:
     """Return `value` as a finite float; a bool, a string or NaN is an error."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        message = f"{name} must be {expected}, got {value!r} ({type(value).__name__})."
+        message = (
+            f"{name} must be {expected}, got {shown(value)} ({type(value).__name__})."
+        )
         raise SettingTypeError(message)
     try:
         result = float(value)
     except OverflowError:  # an integer beyond float64
         result = math.inf
     if not -FLOAT32_MAX <= result <= FLOAT32_MAX:  # NaN fails this as well
-        message = f"{name} must be {expected}, got {value!r}."
+        message = f"{name} must be {expected}, got {shown(value)}."
         raise SettingError(message)
     return result
 
@@ -49,12 +65,16 @@ def count(name: str, value: Any) -> int:
     """Return `value` as an int of at least 1."""
     expected = "a whole number of steps, 1 or more"
     if isinstance(value, bool) or not isinstance(value, Integral):
-        message = f"{name} must be {expected}, got {value!r} ({type(value).__name__})."
+        message = (
+            f"{name} must be {expected}, got {shown(value)} ({type(value).__name__})."
+        )
         raise SettingTypeError(message)
     result = int(value)
     # Counters are int32 in most frameworks.
     if not 1 <= result < 2**31 - 1:
-        message = f"{name} must be {expected} (and below 2**31 - 1), got {value!r}."
+        message = (
+            f"{name} must be {expected} (and below 2**31 - 1), got {shown(value)}."
+        )
         raise SettingError(message)
     return result
 
@@ -64,7 +84,7 @@ def scale(name: str, value: Any) -> float:
     expected = "a positive float32 number from 2**-126 to 3.4028235e38"
     result = number(name, value, expected)
     if not SMALLEST_NORMAL <= result <= FLOAT32_MAX:
-        message = f"{name} must be {expected}, got {value!r}."
+        message = f"{name} must be {expected}, got {shown(value)}."
         raise SettingError(message)
     return result
 
@@ -74,7 +94,7 @@ def above_one(name: str, value: Any) -> float:
     expected = "a number above 1 (in float32), such as 2.0"
     result = number(name, value, expected)
     if not as_float32(result) > 1.0:
-        message = f"{name} must be {expected}, got {value!r}."
+        message = f"{name} must be {expected}, got {shown(value)}."
         raise SettingError(message)
     return result
 
@@ -84,7 +104,7 @@ def below_one(name: str, value: Any) -> float:
     expected = "a number above 0 and below 1 (in float32), such as 0.5"
     result = number(name, value, expected)
     if not 0.0 < as_float32(result) < 1.0:
-        message = f"{name} must be {expected}, got {value!r}."
+        message = f"{name} must be {expected}, got {shown(value)}."
         raise SettingError(message)
     return result
 
@@ -94,7 +114,7 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
     words = tuple(allowed)
     if not isinstance(value, str) or value not in words:
         expected = " or ".join(repr(word) for word in words)
-        message = f"{name} must be {expected}, got {value!r}."
+        message = f"{name} must be {expected}, got {shown(value)}."
         raise SettingError(message)
     return value
 
@@ -102,6 +122,6 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
 def switch(name: str, value: Any) -> bool:
     """Return `value` if it is True or False."""
     if not isinstance(value, bool):
-        message = f"{name} must be True or False, got {value!r}."
+        message = f"{name} must be True or False, got {shown(value)}."
         raise SettingTypeError(message)
     return value

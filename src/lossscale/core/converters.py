@@ -14,9 +14,15 @@ from typing import Any, NamedTuple
 
 from lossscale.core import presets
 from lossscale.core.errors import LossScaleError, StateError
-from lossscale.core.libraries import LIBRARIES, Library, Pair, Values
+from lossscale.core.libraries import (
+    LIBRARIES,
+    Library,
+    Pair,
+    Values,
+    backoff_factor,
+)
 from lossscale.core.policies import Dynamic, Policy
-from lossscale.core.portable import from_portable, to_portable
+from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
 
 
@@ -60,10 +66,12 @@ def from_library(library: str, values: Values, policy: Dynamic | None = None) ->
         )
         raise StateError(message)
     base = presets.get(converter.preset) if policy is None else policy
+    if not isinstance(base, Dynamic):
+        message = f"policy must be a Dynamic, got {base!r}."
+        raise StateError(message)
     try:
         read_policy, state = converter.read(values, base)
-        # Checks the numbers of the state, as every portable state is checked.
-        return read_policy, from_portable(to_portable(read_policy, state))[1]
+        return read_policy, check_state(read_policy, state)
     except LossScaleError as error:
         message = f"The state of {library} is not usable: {error}"
         raise StateError(message) from error
@@ -82,19 +90,30 @@ def to_library(library: str, policy: Policy, state: ScaleState) -> Written:
             f"{policy!r}."
         )
         raise StateError(message)
-    state = from_portable(to_portable(policy, state))[1]
+    state = check_state(policy, state)
     values = converter.write(policy, state)
     # Read it back as the other library would, and see what is not there any more.
-    kept_policy, kept_state = from_library(library, values)
-    ours = _comparable(policy) | state._asdict()
-    theirs = _comparable(kept_policy) | kept_state._asdict()
+    preset = presets.get(converter.preset)
+    unsaved = {name: getattr(policy, name) for name in converter.unsaved}
+    if unsaved.get("backoff_factor", 0) is None:
+        unsaved["backoff_factor"] = backoff_factor(policy)
+    first = min(max(preset.init_scale, policy.min_scale), policy.max_scale)
+    base = presets.make_dynamic(preset, unsaved | {"init_scale": first})
+    kept_policy, kept_state = from_library(library, values, base)
+    ours = _comparable(policy, state)
+    theirs = _comparable(kept_policy, kept_state)
     # Nobody keeps the first scale; once training runs it has no further effect.
-    lost = tuple(
+    lost = [
         f"{name} is {ours[name]!r} here, {library} will take {theirs[name]!r}"
         for name in ours
         if name != "init_scale" and ours[name] != theirs[name]
-    )
-    return Written(values, lost)
+    ]
+    lost += [
+        f"{name} is {value!r} here, {library} does not save it: set it there"
+        for name, value in unsaved.items()
+        if value != getattr(preset, name)
+    ]
+    return Written(values, tuple(lost))
 
 
 def recognise(values: Values) -> str:
@@ -103,6 +122,9 @@ def recognise(values: Values) -> str:
     Raises:
         StateError: If it fits none or several.
     """
+    if not isinstance(values, Mapping):
+        message = f"A scaler state is a mapping, got {type(values).__name__}."
+        raise StateError(message)
     if str(values.get("format", "")).startswith("lossscale/"):
         return "lossscale"
     fitting = [name for name, one in LIBRARIES.items() if one.keys <= set(values)]
@@ -119,15 +141,17 @@ def recognise(values: Values) -> str:
 
 
 def _find(library: str) -> Library:
-    if library not in LIBRARIES:
+    if not isinstance(library, str) or library not in LIBRARIES:
         message = f"No converter for {library!r}; there are {', '.join(LIBRARIES)}."
         raise StateError(message)
     return LIBRARIES[library]
 
 
-def _comparable(policy: Dynamic) -> dict[str, Any]:
-    """Return the settings, with those that come to the same thing written alike."""
-    settings = asdict(policy)
+def _comparable(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
+    """Return settings and state, with what comes to the same thing written alike."""
+    settings = asdict(policy) | state._asdict()
+    if not policy.backoff_refills:  # once used up, further overflows count for nothing
+        settings["bad"] = min(state.bad, policy.hysteresis - 1)
     if policy.hysteresis == 1:  # nothing is ever counted
         settings |= {"consecutive": False, "backoff_refills": True}
     divisor = policy.backoff_divisor

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
+from lossscale.core import checks
+from lossscale.core.checks import shown
 from lossscale.core.errors import StateError
 from lossscale.core.policies import Dynamic
 from lossscale.core.portable import plain_number
@@ -30,14 +32,16 @@ class Library:
     """Where settings come from that the mapping does not hold."""
     read: Callable[[Values, Dynamic], Pair]
     write: Callable[[Dynamic, ScaleState], dict[str, Any]]
+    unsaved: tuple[str, ...] = ()
+    """Settings that the library has and does not save."""
 
 
 def _number(values: Values, key: str, default: float | None = None) -> float:
     value = plain_number(values.get(key, default))
     if isinstance(value, bool) or not isinstance(value, Real):
-        message = f"'{key}' must be a number, got {value!r}."
+        message = f"'{key}' must be a number, got {shown(value)}."
         raise StateError(message)
-    return float(value)
+    return checks.number(key, value, "a finite float32 number")
 
 
 def _count(values: Values, key: str, default: int | None = None) -> int:
@@ -45,9 +49,26 @@ def _count(values: Values, key: str, default: int | None = None) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, Integral):
-        message = f"'{key}' must be a whole number, got {value!r}."
+        message = f"'{key}' must be a whole number, got {shown(value)}."
         raise StateError(message)
     return int(value)
+
+
+def _switch(values: Values, key: str, default: bool) -> bool:
+    value = plain_number(values.get(key, default))
+    if not isinstance(value, bool):
+        message = f"'{key}' must be true or false, got {shown(value)}."
+        raise StateError(message)
+    return value
+
+
+def _waiting(policy: Dynamic, state: ScaleState) -> int:
+    """Return the clean steps for a library that grows only exactly at its interval.
+
+    A count at or above it, which a policy that grows a step late may hold, would never
+    fire there again.
+    """
+    return min(int(state.good), policy.growth_interval - 1)
 
 
 def _with(base: Dynamic, **settings: Any) -> Dynamic:
@@ -60,7 +81,7 @@ def _with(base: Dynamic, **settings: Any) -> Dynamic:
     return replace(base, **settings | {"init_scale": first})
 
 
-def _backoff_factor(policy: Dynamic) -> float:
+def backoff_factor(policy: Dynamic) -> float:
     """Return the factor that comes nearest to the policy's back-off."""
     if policy.backoff_divisor is not None:
         return 1.0 / policy.backoff_divisor
@@ -82,9 +103,9 @@ def _write_torch(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
     return {
         "scale": state.scale,
         "growth_factor": policy.growth_factor,
-        "backoff_factor": _backoff_factor(policy),
+        "backoff_factor": backoff_factor(policy),
         "growth_interval": policy.growth_interval,
-        "_growth_tracker": state.good,
+        "_growth_tracker": _waiting(policy, state),
     }
 
 
@@ -103,7 +124,7 @@ def _write_keras(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
         "initial_scale": policy.init_scale,
         "dynamic_growth_steps": policy.growth_interval,
         "dynamic_scale": state.scale,
-        "step_counter": state.good,
+        "step_counter": _waiting(policy, state),
     }
 
 
@@ -158,7 +179,7 @@ def _read_jmp(values: Values, base: Dynamic) -> Pair:
 def _write_jmp(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
     return {
         "loss_scale": state.scale,
-        "counter": state.good,
+        "counter": _waiting(policy, state),
         "period": policy.growth_interval,
         "factor": policy.growth_factor,
         "min_loss_scale": policy.min_scale,
@@ -169,7 +190,7 @@ def _read_flax(values: Values, base: Dynamic) -> Pair:
     policy = _with(
         base,
         growth_factor=_number(values, "growth_factor", base.growth_factor),
-        backoff_factor=_number(values, "backoff_factor", _backoff_factor(base)),
+        backoff_factor=_number(values, "backoff_factor", backoff_factor(base)),
         growth_interval=_count(values, "growth_interval", base.growth_interval),
         min_scale=_number(values, "minimum_scale", base.min_scale),
     )
@@ -180,7 +201,7 @@ def _read_flax(values: Values, base: Dynamic) -> Pair:
 def _write_flax(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
     return {
         "growth_factor": policy.growth_factor,
-        "backoff_factor": _backoff_factor(policy),
+        "backoff_factor": backoff_factor(policy),
         "growth_interval": policy.growth_interval,
         "minimum_scale": policy.min_scale,
         "fin_steps": state.good,
@@ -200,7 +221,7 @@ def _read_deepspeed(values: Values, base: Dynamic) -> Pair:
         growth_interval=window,
         hysteresis=hysteresis,
         min_scale=_number(values, "min_scale", base.min_scale),
-        consecutive=bool(values.get("consecutive_hysteresis", base.consecutive)),
+        consecutive=_switch(values, "consecutive_hysteresis", base.consecutive),
     )
     # DeepSpeed counts clean steps since the last overflow and never starts again; our
     # counter stands at 1 after a growth, since only the first growth comes a step late.
@@ -226,7 +247,15 @@ def _write_deepspeed(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
 
 
 def _read_megatron(values: Values, base: Dynamic) -> Pair:
-    bad = base.hysteresis - _count(values, "hysteresis_tracker")
+    left = _count(values, "hysteresis_tracker")
+    bad = base.hysteresis - left
+    if bad < 0:
+        message = (
+            f"'hysteresis_tracker' is {left}, above a hysteresis of {base.hysteresis}. "
+            "Megatron does not save its settings: pass them as the policy, such as "
+            f"presets.get('megatron', hysteresis={left})."
+        )
+        raise StateError(message)
     good = _count(values, "growth_tracker")
     return base, ScaleState(_number(values, "scale"), good, bad)
 
@@ -234,7 +263,7 @@ def _read_megatron(values: Values, base: Dynamic) -> Pair:
 def _write_megatron(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
     return {
         "scale": state.scale,
-        "growth_tracker": state.good,
+        "growth_tracker": _waiting(policy, state),
         "hysteresis_tracker": policy.hysteresis - state.bad,
     }
 
@@ -249,15 +278,15 @@ def _read_apex(values: Values, base: Dynamic) -> Pair:
         raise StateError(message)
     inner = values["loss_scaler0"]
     if not isinstance(inner, Mapping):
-        message = f"'loss_scaler0' must be a mapping, got {inner!r}."
+        message = f"'loss_scaler0' must be a mapping, got {shown(inner)}."
         raise StateError(message)
     scale = _number(inner, "loss_scale")
     return base, ScaleState(scale, _count(inner, "unskipped"), 0)
 
 
 def _write_apex(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
-    del policy
-    return {"loss_scaler0": {"loss_scale": state.scale, "unskipped": state.good}}
+    unskipped = _waiting(policy, state)
+    return {"loss_scaler0": {"loss_scale": state.scale, "unskipped": unskipped}}
 
 
 LIBRARIES: dict[str, Library] = {
@@ -295,7 +324,20 @@ LIBRARIES: dict[str, Library] = {
         "megatron",
         _read_megatron,
         _write_megatron,
+        (
+            "growth_factor",
+            "backoff_factor",
+            "growth_interval",
+            "hysteresis",
+            "min_scale",
+        ),
     ),
-    "apex": Library(frozenset({"loss_scaler0"}), "apex", _read_apex, _write_apex),
+    "apex": Library(
+        frozenset({"loss_scaler0"}),
+        "apex",
+        _read_apex,
+        _write_apex,
+        ("growth_interval", "min_scale", "max_scale"),
+    ),
 }
 """Every library whose state can be read and written, by name."""

@@ -7,7 +7,6 @@ construction. The transition itself stands in `rule.py` and is not restated here
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 from lossscale.core import checks
@@ -85,8 +84,18 @@ class Fixed:
         return state
 
 
+class _Prepared:
+    """What a policy prepares for the rule once; no setting, so no dataclass field.
+
+    Not `cached_property`: its lock breaks `torch.compile` before Python 3.12.
+    """
+
+    settings: Settings
+    switches: Switches
+
+
 @dataclass(frozen=True, kw_only=True)
-class Dynamic:
+class Dynamic(_Prepared):
     """A scale that grows after clean steps and backs off after overflows.
 
     The defaults are torch's numbers, with a floor and a cap that keep both the scale
@@ -191,10 +200,11 @@ class Dynamic:
                 f"min_scale={self.min_scale!r} and max_scale={self.max_scale!r}."
             )
             raise SettingError(message)
+        object.__setattr__(self, "settings", self._settings())
+        object.__setattr__(self, "switches", self._switches())
 
-    @cached_property
-    def settings(self) -> Settings:
-        """The numbers that the rule takes."""
+    def _settings(self) -> Settings:
+        """Return the numbers that the rule takes."""
         divisor = self.backoff_divisor
         backoff = cast("float", self.backoff_factor if divisor is None else divisor)
         return Settings(
@@ -207,9 +217,8 @@ class Dynamic:
             max_scale=checks.as_float32(self.max_scale),
         )
 
-    @cached_property
-    def switches(self) -> Switches:
-        """The switches that the rule takes."""
+    def _switches(self) -> Switches:
+        """Return the switches that the rule takes."""
         return Switches(
             backoff_divides=self.backoff_divisor is not None,
             hold_at_min=self.at_min == "hold",

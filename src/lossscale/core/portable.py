@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lossscale.core import checks
+from lossscale.core.checks import shown
 from lossscale.core.errors import LossScaleError, StateError
 from lossscale.core.policies import Dynamic, Fixed, Policy
 from lossscale.core.state import ScaleState
@@ -62,7 +63,8 @@ def to_portable(policy: Policy, state: ScaleState) -> Portable:
             "three numbers of its state yourself."
         )
         raise StateError(message)
-    return {"format": FORMAT, "policy": settings, "state": _plain(state)._asdict()}
+    checked = check_state(policy, state)
+    return {"format": FORMAT, "policy": settings, "state": checked._asdict()}
 
 
 def from_portable(portable: Mapping[str, Any]) -> tuple[Fixed | Dynamic, ScaleState]:
@@ -84,11 +86,11 @@ def from_portable(portable: Mapping[str, Any]) -> tuple[Fixed | Dynamic, ScaleSt
     settings, values = portable["policy"], portable["state"]
     for name, part in (("policy", settings), ("state", values)):
         if not isinstance(part, Mapping):
-            message = f"'{name}' must be an object, got {part!r}."
+            message = f"'{name}' must be an object, got {shown(part)}."
             raise StateError(message)
     kind = settings.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
-        message = f"The policy's kind must be {' or '.join(_KINDS)}, got {kind!r}."
+        message = f"The policy's kind must be {' or '.join(_KINDS)}, got {shown(kind)}."
         raise StateError(message)
     policy_class = _KINDS[kind]
     names = {field.name for field in fields(policy_class)}
@@ -99,7 +101,7 @@ def from_portable(portable: Mapping[str, Any]) -> tuple[Fixed | Dynamic, ScaleSt
     except LossScaleError as error:
         message = f"The policy is not usable: {error}"
         raise StateError(message) from error
-    return policy, _plain(ScaleState(**values))
+    return policy, check_state(policy, ScaleState(**values))
 
 
 def save(path: str | os.PathLike[str], policy: Policy, state: ScaleState) -> None:
@@ -144,7 +146,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         message = f"{path} cannot be read: {error}."
         raise StateError(message) from error
     return parse_json(text, str(path))
@@ -158,7 +160,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     """
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         message = f"{name} does not hold a JSON object: {error}."
         raise StateError(message) from error
     if not isinstance(value, dict):
@@ -175,14 +177,15 @@ def _check_format(portable: Mapping[str, Any]) -> None:
     written = portable.get("format")
     if written == FORMAT:
         return
-    if isinstance(written, str) and written.startswith("lossscale/"):
+    name, _, number = str(written).partition("/")
+    if name == "lossscale" and number.isdecimal() and int(number) > 1:
         message = (
             f"This state has format {written!r}, this version reads {FORMAT!r}. "
             "Upgrade with: pip install --upgrade lossscale"
         )
     else:
         message = (
-            f"This is not a lossscale state: 'format' is {written!r}, expected "
+            f"This is not a lossscale state: 'format' is {shown(written)}, expected "
             f"{FORMAT!r}. Another library's state goes through `lossscale convert` "
             "or lossscale.core.converters.from_library."
         )
@@ -190,7 +193,11 @@ def _check_format(portable: Mapping[str, Any]) -> None:
 
 
 def _check_keys(what: str, given: Mapping[str, Any], expected: set[str]) -> None:
-    """Raise unless the object has exactly the expected keys."""
+    """Raise unless the object has exactly the expected keys.
+
+    A setting that a later version adds to a policy must be optional here: files of this
+    version do not have it.
+    """
     missing, unknown = expected - set(given), set(given) - expected
     if missing or unknown:
         message = (
@@ -200,12 +207,20 @@ def _check_keys(what: str, given: Mapping[str, Any], expected: set[str]) -> None
         raise StateError(message)
 
 
-def _plain(state: ScaleState) -> ScaleState:
-    """Return the state as checked Python numbers, whatever arrays held it."""
+def check_state(policy: Policy, state: ScaleState) -> ScaleState:
+    """Return a state as Python numbers, whatever arrays held it, if it can be used.
+
+    Raises:
+        StateError: If it is not one scale with two counters, or if the policy could
+            never move it again.
+    """
+    if not isinstance(state, ScaleState):
+        message = f"A state is a ScaleState, got {shown(state)}."
+        raise StateError(message)
     values = {name: plain_number(value) for name, value in state._asdict().items()}
     scale = values["scale"]
     if isinstance(scale, bool) or not isinstance(scale, Real):
-        message = f"The scale must be one number, got {scale!r}."
+        message = f"The scale must be one number, got {shown(scale)}."
         raise StateError(message)
     try:
         scale = checks.scale("The scale", scale)
@@ -214,14 +229,31 @@ def _plain(state: ScaleState) -> ScaleState:
     for name in ("good", "bad"):
         counter = values[name]
         if isinstance(counter, bool) or not isinstance(counter, Integral):
-            message = f"The counter '{name}' must be a whole number, got {counter!r}."
+            message = (
+                f"The counter '{name}' must be a whole number, got {shown(counter)}."
+            )
             raise StateError(message)
         if not 0 <= int(counter) < _COUNTER_END:
             message = (
                 f"The counter '{name}' must be 0 or more and below 2**31 - 1, got "
-                f"{counter!r}."
+                f"{shown(counter)}."
             )
             raise StateError(message)
+    if isinstance(policy, Fixed) and scale != policy.scale:
+        message = (
+            f"The scale is {scale!r}, and the policy is fixed at {policy.scale!r}."
+        )
+        raise StateError(message)
+    if (
+        isinstance(policy, Dynamic)
+        and policy.at_min == "hold"
+        and scale * policy.growth_factor < policy.min_scale
+    ):
+        message = (
+            f"The scale {scale!r} is so far below min_scale={policy.min_scale!r} that "
+            "a policy with at_min='hold' could never move it."
+        )
+        raise StateError(message)
     return ScaleState(scale, int(values["good"]), int(values["bad"]))
 
 

@@ -186,7 +186,7 @@ def get(name: str, **overrides: object) -> Dynamic:
         >>> presets.get("torch", init_scale=2.0**10).init().scale
         1024.0
     """
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         message = f"There is no preset {name!r}; there are {', '.join(PRESETS)}."
         raise SettingError(message)
     return make_dynamic(PRESETS[name].policy, overrides)
@@ -206,7 +206,10 @@ def make_dynamic(base: Dynamic, overrides: Mapping[str, object]) -> Dynamic:
             f"{', '.join(settings)}."
         )
         raise SettingError(message)
-    # The two ways to back off exclude each other: the one asked for wins.
+    # The two ways to back off exclude each other: the one asked for wins. A library
+    # with one multiplier for both ways keeps one.
     if "backoff_factor" in overrides or "backoff_divisor" in overrides:
         settings |= {"backoff_factor": None, "backoff_divisor": None}
+    elif base.backoff_divisor == base.growth_factor and "growth_factor" in overrides:
+        settings["backoff_divisor"] = overrides["growth_factor"]
     return Dynamic(**(settings | dict(overrides)))  # type: ignore[arg-type]

@@ -18,8 +18,8 @@ Reaching a threshold clears the counter even where a bound kept the scale in pla
 One source serves NumPy, torch, JAX, TensorFlow, `keras.ops` and, compiled by
 `triton.jit`, a GPU kernel. Therefore the function
 
-- imports nothing, and has operators and `where(condition, a, b)` alone: the one
-  function that all of them share;
+- has operators and `where(condition, a, b)` alone: the one function that all of them
+  share;
 - never branches on a value. `if` appears on switches only, which are plain Python
   booleans (constants to Triton), so each policy compiles to straight-line code;
 - compares with a finite `max_scale` instead of asking `isfinite`: infinity and NaN
@@ -31,6 +31,11 @@ It is elementwise: a vector of scales, or of settings, is the same code. Arithme
 happens in the dtype of `scale`, which is float32 everywhere (plain Python floats
 are float64: their results differ in the last bits for factors such as 1.7).
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lossscale.core.state import Array, Where
 
 
 def transition(
@@ -64,9 +69,10 @@ def transition(
         bad: Overflows counted towards the next back-off, an integer.
         finite: Whether every gradient of this step was finite, a boolean.
         growth_factor: What growth multiplies by, above 1.
-        growth_threshold: The value of `good` at which the scale grows.
+        growth_threshold: The value of `good` at which the scale grows: the growth
+            interval, or one more where growth comes a step late (flax, DeepSpeed).
         good_after_growth: Where `good` starts again after a growth: 0, or 1 where
-            only the first growth after an overflow comes one step late.
+            only the first growth after an overflow comes a step late (DeepSpeed).
         backoff: What back-off multiplies by (below 1) or divides by (above 1).
         hysteresis: The value of `bad` at which the scale backs off.
         min_scale: No back-off goes below it.
@@ -90,23 +96,29 @@ def transition(
 
     # An overflow has just set good to 0 and the threshold is at least 1, so growth
     # needs no look at `finite`. A back-off does: bad may wait at its threshold.
-    # `bad < 0` is a False of the right kind in every framework.
     grow = good >= growth_threshold
+    # `bad < 0` is a False of the right kind in every framework.
     shrink = where(finite, bad < 0, bad >= hysteresis)
 
     # Where the scale would go.
     up = scale * growth_factor
-    if backoff_divides:  # noqa: SIM108  # Triton wants statements
-        down = scale / backoff
+    if backoff_divides:
+        # XLA and Grappler turn a division by a constant into a product with its rounded
+        # reciprocal. This divisor is no constant to them; on a finite step, where
+        # nothing divides, it is the scale itself.
+        down = scale / where(finite, scale, backoff)
     else:
         down = scale * backoff
 
-    # The bounds.
+    # The bounds. No step leads beyond them; a checkpoint of another library may have
+    # brought a scale that is there, infinite or NaN, and an overflow brings it back.
+    down = where(down <= max_scale, down, max_scale)
     if clamp_at_max:
         up = where(up <= max_scale, up, max_scale)
     else:
         up = where(up <= max_scale, up, scale)
     if hold_at_min:
+        # The classic manager may start below its floor; it refuses any such result.
         up = where(up >= min_scale, up, scale)
         down = where(down >= min_scale, down, scale)
     else:

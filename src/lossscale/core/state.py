@@ -13,7 +13,11 @@ Array: TypeAlias = Any
 """A number or array of any framework; lossscale's core looks into none of them."""
 
 Where: TypeAlias = Callable[[Array, Array, Array], Array]
-"""A framework's select: `where(condition, a, b)`."""
+"""A framework's select: `where(condition, a, b)`.
+
+Either value may be a Python number, which takes the dtype of the other. A framework
+whose own function does not do that lends one that does.
+"""
 
 
 class ScaleState(NamedTuple):

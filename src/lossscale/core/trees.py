@@ -8,6 +8,7 @@ is changed; every result is a new structure of the same shape.
 
 from collections.abc import Callable, Iterator
 from copy import copy
+from operator import itemgetter
 from typing import Any
 
 from lossscale.core.errors import StructureError
@@ -45,10 +46,17 @@ def check_same_structure(first: Any, second: Any, path: str = "") -> None:
     children, others = _children(first, path), _children(second, path)
     if children is None and others is None:
         return
+    if isinstance(first, dict) and isinstance(second, dict):
+        # Neither the order of the keys nor the kind of dict is part of the structure.
+        children = sorted(children or [], key=itemgetter(0))
+        others = sorted(others or [], key=itemgetter(0))
+        alike = True
+    else:
+        alike = type(first) is type(second)
     if (
         children is None
         or others is None
-        or type(first) is not type(second)
+        or not alike
         or [name for name, _ in children] != [name for name, _ in others]
     ):
         message = (

@@ -120,6 +120,7 @@ def train(
     *,
     steps: int = STEPS,
     seed: int = 0,
+    depth: int = network.DEPTH,
     on_step: OnStep | None = None,
 ) -> Run:
     """Train once.
@@ -131,6 +132,7 @@ def train(
             and the unscaling stay in float32.
         steps: Number of batches; the rate falls linearly to zero over them.
         seed: Chooses initial weights and batches.
+        depth: Number of linear layers.
         on_step: Called after every step.
 
     Returns:
@@ -144,7 +146,7 @@ def train(
         raise SettingError(message)
     digits = load_digits()
     generator = np.random.default_rng(seed)
-    weights = network.initial_weights(generator)
+    weights = network.initial_weights(generator, depth)
     momenta = [np.zeros_like(weight) for weight in weights]
     state = verbs.init(policy)
     losses = np.zeros(steps, np.float32)

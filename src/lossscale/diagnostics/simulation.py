@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 import lossscale.numpy as verbs
 from lossscale.core.errors import SettingError
-from lossscale.core.policies import Dynamic, Policy
+from lossscale.core.policies import Dynamic, Fixed, Policy
 from lossscale.core.rule import transition
 from lossscale.core.state import ScaleState, Signal
 
@@ -102,7 +102,8 @@ def simulate(
         raise SettingError(message)
     results = []
     for policy in policies:
-        if isinstance(policy, Dynamic) and (runner := _compiled()) is not None:
+        # Exactly a Dynamic: a subclass may have a step of its own.
+        if type(policy) is Dynamic and (runner := _compiled()) is not None:
             results.append(_at_once(runner, policy, flags))
         else:
             results.append(_one_by_one(policy, flags))
@@ -112,8 +113,12 @@ def simulate(
 
 
 def _one_by_one(policy: Policy, flags: Flags) -> Simulation:
-    """Run any policy, step by step."""
+    """Run any policy, step by step; a fixed one without a step."""
     state = verbs.init(policy)
+    if type(policy) is Fixed:
+        flags, all_flags = flags[:0], flags
+    else:
+        all_flags = flags
     steps, scales = [0], [state.scale]
     for number, finite in enumerate(flags, start=1):
         state = verbs.update(policy, state, Signal(finite))
@@ -121,7 +126,7 @@ def _one_by_one(policy: Policy, flags: Flags) -> Simulation:
             steps.append(number)
             scales.append(state.scale)
     changes = np.array(steps, np.int64), np.array(scales, np.float32)
-    return _simulation(policy, flags, *changes, state)
+    return _simulation(policy, all_flags, *changes, state)
 
 
 def _at_once(runner: Callable[..., Any], policy: Dynamic, flags: Flags) -> Simulation:

@@ -10,15 +10,18 @@ from numbers import Integral, Real
 from typing import Any
 
 from lossscale.core import checks
+from lossscale.core.checks import shown
 from lossscale.core.errors import SettingError, SettingTypeError
+from lossscale.core.portable import plain_number
 
 
 def real_number(name: str, value: Any) -> float:
     """Return a number of any kind as a float: Python's, NumPy's, a bool, a scalar."""
-    if not isinstance(value, Real) and getattr(value, "ndim", None) == 0:
-        value = value.item() if hasattr(value, "item") else value.numpy().item()
+    value = plain_number(value)
     if not isinstance(value, Real):
-        message = f"{name} must be a number, got {value!r} ({type(value).__name__})."
+        message = (
+            f"{name} must be a number, got {shown(value)} ({type(value).__name__})."
+        )
         raise SettingTypeError(message)
     number = int(value) if isinstance(value, bool) else value
     return checks.number(name, number, "a finite float32 number")
@@ -28,7 +31,7 @@ def whole_number(name: str, value: Any) -> int:
     """Return a number of steps; below 1 acts as 1, as it did in the originals."""
     if not isinstance(value, Integral):
         message = (
-            f"{name} must be a whole number of steps, got {value!r} "
+            f"{name} must be a whole number of steps, got {shown(value)} "
             f"({type(value).__name__})."
         )
         raise SettingTypeError(message)

@@ -29,6 +29,10 @@ class Cell(Protocol):
         """Return the current values as tensors."""
         ...
 
+    def shown(self) -> ScaleState | None:
+        """Return the current values for `repr`; `None` where they cannot be read."""
+        ...
+
     def assign(self, state: ScaleState) -> Any:
         """Store new values: `None` where that happens at once, else an op to run."""
         ...
@@ -48,6 +52,13 @@ class Binding(Protocol):
         """Create the variables of a class, owned (and checkpointed) by `owner`.
 
         Without `bad` there is no such variable, and it reads as 0.
+        """
+        ...
+
+    def check_context(self, method: str) -> None:
+        """Raise, saying what to do, if an update may not be made from here.
+
+        Under a distribution strategy it may only be made across replicas.
         """
         ...
 
@@ -85,6 +96,8 @@ class Binding(Protocol):
         """Run `apply` if permitted, then `update` in any case.
 
         If `apply` raises, `update` does not happen: the scale and the weights move
-        together or not at all. Returns `None`, or an op that does all of it.
+        together or not at all. Returns `None`, or an op that does all of it. Under a
+        strategy the two closures are what is merged across replicas and called there;
+        neither may have been called before.
         """
         ...

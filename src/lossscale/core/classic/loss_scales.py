@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from lossscale.core import checks
+from lossscale.core.checks import shown
 from lossscale.core.classic.arguments import fixed_scale, real_number, whole_number
 from lossscale.core.classic.binding import Binding, Variable
 from lossscale.core.errors import SettingError, SettingTypeError
@@ -66,7 +67,7 @@ class FixedLossScale(LossScale):
         if not isinstance(loss_scale_value, (int, float)):
             message = (
                 "loss_scale_value must be a Python int or float, got "
-                f"{loss_scale_value!r} ({type(loss_scale_value).__name__})."
+                f"{shown(loss_scale_value)} ({type(loss_scale_value).__name__})."
             )
             raise SettingError(message)
         value = real_number("loss_scale_value", loss_scale_value)
@@ -190,6 +191,7 @@ class DynamicLossScale(LossScale):
 
         Saves a second read of the gradients.
         """
+        self._binding.check_context("update")
         flag = self._binding.flag(finite)
         state = self._binding.update(self._policy, self._cell.read(), Signal(flag))
         return self._cell.assign(state), flag
@@ -204,15 +206,14 @@ class DynamicLossScale(LossScale):
         return config if self._floor == 1.0 else config | {"floor": self._floor}
 
     def __repr__(self) -> str:
-        """Return the current state and the settings."""
-        state = self._cell.read()
-        settings = ", ".join(
-            f"{key}={value}" for key, value in self.get_config().items()
-        )
-        return (
-            f"{type(self).__name__}(current_loss_scale={state.scale}, "
-            f"num_good_steps={state.good}, {settings})"
-        )
+        """Return the settings and, where it can be read, the current state."""
+        fields = self.get_config()
+        state = self._cell.shown()
+        if state is not None:
+            current = {"current_loss_scale": state.scale, "num_good_steps": state.good}
+            fields = current | fields
+        text = ", ".join(f"{key}={value}" for key, value in fields.items())
+        return f"{type(self).__name__}({text})"
 
 
 def get(
@@ -233,7 +234,7 @@ def get(
         return identifier
     message = (
         'A loss scale is a Python number, "dynamic" or a LossScale; got '
-        f"{identifier!r} ({type(identifier).__name__})."
+        f"{shown(identifier)} ({type(identifier).__name__})."
     )
     raise SettingError(message)
 
@@ -243,9 +244,11 @@ def _convert(kind: Any, name: str, value: Any) -> float:
     try:
         converted: float = kind(value)
     except TypeError:
-        message = f"{name} must be a number, got {value!r} ({type(value).__name__})."
+        message = (
+            f"{name} must be a number, got {shown(value)} ({type(value).__name__})."
+        )
         raise SettingTypeError(message) from None
     except (ValueError, OverflowError):
-        message = f"{name} must be a finite number, got {value!r}."
+        message = f"{name} must be a finite number, got {shown(value)}."
         raise SettingError(message) from None
     return converted

@@ -96,7 +96,10 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         lowest = checks.scale("floor", real_number("floor", floor))
         checks.choice("at_floor", at_floor, ("hold", "clamp"))
         growth = checks.above_one("incr_ratio", real_number("incr_ratio", incr_ratio))
-        if at_floor == "hold" and first * growth < lowest:
+        # In float32, as the rule multiplies.
+        raised = checks.as_float32(first) * checks.as_float32(growth)
+        raised = checks.as_float32(min(raised, checks.FLOAT32_MAX))
+        if at_floor == "hold" and raised < checks.as_float32(lowest):
             message = (
                 f"init_loss_scale={first!r} could never move: even an increase ends "
                 f"below the floor {lowest!r}, and such an update is not applied. Pass "
@@ -138,6 +141,7 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         Returns:
             `None` where the update happens at once, else an op that performs it.
         """
+        self._binding.check_context("update_loss_scale")
         signal = Signal(self._binding.flag(finite_grads))
         state = self._cell.read()
         return self._cell.assign(self._binding.update(self._policy, state, signal))

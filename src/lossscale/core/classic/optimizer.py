@@ -140,7 +140,7 @@ class LossScaleOptimizer:
         loss: Any,
         global_step: Any = None,
         var_list: Any = None,
-        *arguments: Any,
+        *,
         name: str | None = None,
         **keywords: Any,
     ) -> Any:
@@ -150,11 +150,10 @@ class LossScaleOptimizer:
             loss: As for `compute_gradients`.
             global_step: Handed to the wrapped optimizer's `apply_gradients`.
             var_list: As for `compute_gradients`.
-            *arguments: As for `compute_gradients`.
             name: Handed to the wrapped optimizer's `apply_gradients`.
             **keywords: As for `compute_gradients`.
         """
-        pairs = self.compute_gradients(loss, var_list, *arguments, **keywords)
+        pairs = self.compute_gradients(loss, var_list, **keywords)
         # Only what was given: not every optimizer counts steps or has names.
         given = {"global_step": global_step, "name": name}
         return self.apply_gradients(
@@ -182,9 +181,9 @@ class LossScaleOptimizer:
         ):
             always = isinstance(scale, FixedLossScale)
             permitted = finite | True if always else finite
-            return permitted, lambda: scale.update_from_finite(finite)
+            return permitted, lambda: scale.update_from_finite(finite)[0]
         operation, should_apply = scale.update(gradients)
-        return should_apply, lambda: operation
+        return self._binding.flag(should_apply), lambda: operation
 
 
 def _overrides(scale: FixedLossScale | DynamicLossScale) -> bool:

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NumPy adapter: the reference, and the one to copy for another framework.
+
+It offers what every framework's module offers: the five verbs (`verbs.py`) and the
+seven classic classes (`classic.py`). It imports the core and NumPy, and no other
+adapter.
+"""
+
+from lossscale.core.classic import LossScale, LossScaleManager
+from lossscale.numpy.classic import (
+    DynamicLossScale,
+    ExponentialUpdateLossScaleManager,
+    FixedLossScale,
+    FixedLossScaleManager,
+    LossScaleOptimizer,
+    get,
+)
+from lossscale.numpy.verbs import init, scale, select, unscale, update
+
+__all__ = [
+    "DynamicLossScale",
+    "ExponentialUpdateLossScaleManager",
+    "FixedLossScale",
+    "FixedLossScaleManager",
+    "LossScale",
+    "LossScaleManager",
+    "LossScaleOptimizer",
+    "get",
+    "init",
+    "scale",
+    "select",
+    "unscale",
+    "update",
+]

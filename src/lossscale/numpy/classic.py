@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classic classes on NumPy: the core's bodies with NumPy's variables under them.
+
+Everything happens at once, as in TensorFlow's eager mode.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lossscale.core import classic, trees
+from lossscale.core.classic import LossScale
+from lossscale.core.policies import Policy
+from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.numpy import verbs
+
+
+class _Cell:
+    """A state kept in this object; assigning happens at once."""
+
+    def __init__(self, state: ScaleState, dtypes: tuple[str, str, str]) -> None:
+        self._dtypes = dtypes
+        self.assign(state)
+
+    def read(self) -> ScaleState:
+        return self._state
+
+    def shown(self) -> ScaleState:
+        return self._state
+
+    def assign(self, state: ScaleState) -> None:
+        values = zip(state, self._dtypes, strict=True)
+        self._state = ScaleState(
+            *(np.asarray(value, dtype=dtype)[()] for value, dtype in values)
+        )
+
+
+class _Binding:
+    """What NumPy lends to the classic classes: everything happens at once."""
+
+    def cell(
+        self,
+        owner: Any,
+        state: ScaleState,
+        scale: classic.Variable,
+        good: classic.Variable,
+        bad: classic.Variable | None,
+    ) -> _Cell:
+        del owner
+        dtypes = scale.dtype, good.dtype, "int32" if bad is None else bad.dtype
+        return _Cell(state, dtypes)
+
+    def constant(self, value: float) -> Array:
+        return np.float32(value)
+
+    def check_context(self, method: str) -> None:
+        """Allow everything: there are no replicas."""
+
+    def flag(self, finite: Any) -> np.bool_:
+        return verbs.flag(finite)
+
+    def all_finite(self, grads: Any) -> np.bool_:
+        checked = trees.map_leaves(
+            lambda path, leaf: verbs.widened("gradient", path, leaf), grads
+        )
+        return verbs.all_finite(checked)
+
+    def update(self, policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
+        return verbs.update(policy, state, signal)
+
+    def nothing(self) -> None:
+        return None
+
+    def scale_loss(self, loss: Any, loss_scale: Array) -> Any:
+        state = ScaleState(loss_scale, 0, 0)
+        return (
+            (lambda: verbs.scale(loss(), state))
+            if callable(loss)
+            else verbs.scale(loss, state)
+        )
+
+    def unscale(self, grads: list[Any], loss_scale: Array) -> list[Any]:
+        unscaled, _ = verbs.unscale(grads, ScaleState(loss_scale, 0, 0))
+        return list(unscaled)
+
+    def transaction(
+        self, permitted: Array, apply: Callable[[], Any], update: Callable[[], Any]
+    ) -> None:
+        if bool(permitted):
+            apply()
+        update()
+
+
+_BINDING = _Binding()
+
+
+class FixedLossScaleManager(classic.FixedLossScaleManager):
+    """A manager whose loss scale never changes.
+
+    Example:
+        >>> import lossscale.numpy as ls
+        >>> ls.FixedLossScaleManager(128.0).get_loss_scale()
+        np.float32(128.0)
+    """
+
+    _binding = _BINDING
+
+
+class ExponentialUpdateLossScaleManager(classic.ExponentialUpdateLossScaleManager):
+    """A manager that grows after clean steps in a row and shrinks after bad steps.
+
+    Example:
+        >>> import lossscale.numpy as ls
+        >>> manager = ls.ExponentialUpdateLossScaleManager(8.0, incr_every_n_steps=1)
+        >>> manager.update_loss_scale(True)
+        >>> manager.get_loss_scale()
+        np.float32(16.0)
+    """
+
+    _binding = _BINDING
+
+
+class FixedLossScale(classic.FixedLossScale):
+    """A loss scale that never changes.
+
+    Example:
+        >>> import lossscale.numpy as ls
+        >>> ls.FixedLossScale(8)()
+        np.float32(8.0)
+    """
+
+    _binding = _BINDING
+
+
+class DynamicLossScale(classic.DynamicLossScale):
+    """A loss scale that doubles after clean steps and halves after a bad one.
+
+    Example:
+        >>> import numpy as np, lossscale.numpy as ls
+        >>> loss_scale = ls.DynamicLossScale(8, increment_period=1)
+        >>> update_op, should_apply = loss_scale.update([np.array([np.inf])])
+        >>> loss_scale(), bool(should_apply)
+        (np.float32(4.0), False)
+    """
+
+    _binding = _BINDING
+
+
+class LossScaleOptimizer(classic.LossScaleOptimizer):
+    """An optimizer that scales its loss and never applies non-finite gradients.
+
+    The wrapped optimizer is any object with `compute_gradients(loss, var_list)` and
+    `apply_gradients(grads_and_vars)`; NumPy has none of its own.
+
+    Example:
+        >>> import numpy as np, lossscale.numpy as ls
+        >>> class Descent:
+        ...     def compute_gradients(self, loss, var_list):  # of loss = 3 * weight
+        ...         return [(3.0 * loss() / (3.0 * w), w) for w in var_list]
+        ...     def apply_gradients(self, grads_and_vars):
+        ...         for gradient, weight in grads_and_vars:
+        ...             weight -= gradient
+        >>> weight = np.array([5.0], dtype=np.float32)
+        >>> optimizer = ls.LossScaleOptimizer(Descent(), 128)
+        >>> optimizer.minimize(lambda: 3.0 * weight, var_list=[weight])
+        >>> weight
+        array([2.], dtype=float32)
+    """
+
+    _binding = _BINDING
+    _fixed_class = FixedLossScale
+    _dynamic_class = DynamicLossScale
+
+
+def get(identifier: Any) -> LossScale | None:
+    """Return the loss scale that a number, "dynamic", a LossScale or None stands for.
+
+    Raises:
+        SettingError: For anything else (a ValueError).
+
+    Example:
+        >>> import lossscale.numpy as ls
+        >>> ls.get(8)
+        FixedLossScale(8.0)
+    """
+    return classic.get(identifier, FixedLossScale, DynamicLossScale)

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The five verbs on NumPy arrays: the reference that other adapters are held to.
+
+    init(policy)                    the first state, in the framework's arrays
+    scale(loss, state)              the loss times the scale, in float32
+    unscale(grads, state)           the gradients divided by it, and what was seen
+    update(policy, state, signal)   the state after the step
+    select(finite, new, old)        the new values, or the old ones on a bad step
+
+The rule is not restated here: `update` hands `np.where` to the policy.
+
+Losses and gradients are nests of dict, list, tuple and NamedTuple; `None` passes
+through. Leaves are float16, float32 or float64 arrays or scalars; a Python number will
+do for a loss. Integer, boolean, complex, masked and other arrays are a `GradientError`
+that names the leaf.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lossscale.core import trees
+from lossscale.core.checks import shown
+from lossscale.core.errors import GradientError, MissingPackageError, SettingError
+from lossscale.core.policies import Policy
+from lossscale.core.portable import check_state
+from lossscale.core.state import MEASUREMENTS, Array, ScaleState, Signal
+
+if np.lib.NumpyVersion(np.__version__) < "2.0.0":
+    # Before 2, np.where made float64 of a float32 scale beside a Python number.
+    _message = (
+        f"lossscale.numpy needs NumPy 2.0 or newer, this is {np.__version__}. Install "
+        "it with: pip install 'lossscale[numpy]'"
+    )
+    raise MissingPackageError(_message)
+
+
+def init(policy: Policy, state: ScaleState | None = None) -> ScaleState:
+    """Return the first state of a policy, as NumPy scalars.
+
+    Args:
+        policy: Any policy.
+        state: A state to go on from, such as one that `from_portable` returned.
+
+    Raises:
+        StateError: If the state is not one that the policy can go on from.
+
+    Example:
+        >>> import lossscale, lossscale.numpy as ls
+        >>> ls.init(lossscale.Dynamic()).scale
+        np.float32(65536.0)
+    """
+    first = policy.init() if state is None else check_state(policy, state)
+    return ScaleState(
+        np.float32(first.scale), np.int32(first.good), np.int32(first.bad)
+    )
+
+
+def scale(loss: Any, state: ScaleState) -> Any:
+    """Return the loss times the scale, in float32 (float64 stays float64).
+
+    A float16 loss is widened first: 65504 is float16's largest number.
+
+    Raises:
+        GradientError: If a loss is not a floating-point number.
+
+    Example:
+        >>> import numpy as np, lossscale, lossscale.numpy as ls
+        >>> ls.scale(np.float16(2.0), ls.init(lossscale.Fixed(1024.0)))
+        np.float32(2048.0)
+    """
+
+    def multiply(path: str, leaf: Any) -> Any:
+        # A backward pass starts from a plain 1; an integer array is a mistake.
+        if isinstance(leaf, int) and not isinstance(leaf, bool):
+            leaf = np.float64(leaf) if leaf.bit_length() < _LARGEST_BITS else np.inf
+            leaf = np.float32(leaf)
+        with np.errstate(all="ignore"):
+            return widened("loss", path, leaf) * state.scale
+
+    return trees.map_leaves(multiply, loss)
+
+
+def unscale(
+    grads: Any, state: ScaleState, *, measure: Iterable[str] = ()
+) -> tuple[Any, Signal]:
+    """Multiply gradients by 1 / scale, and say whether all of them are finite.
+
+    float16 gradients become float32, where small ones do not vanish again; float64
+    stays float64. `Signal.finite` looks at the result: an infinity stays one when it
+    is unscaled, and a finite gradient may become one.
+
+    Args:
+        grads: A nest of scaled gradients.
+        state: The state whose scale was used for the loss.
+        measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
+            "zero_share" and "subnormal_share".
+
+    Raises:
+        GradientError: If a gradient is not floating-point.
+
+    Example:
+        >>> import numpy as np, lossscale, lossscale.numpy as ls
+        >>> state = ls.init(lossscale.Fixed(4.0))
+        >>> grads, signal = ls.unscale({"w": np.array([8.0, 4.0])}, state)
+        >>> grads, bool(signal.finite)
+        ({'w': array([2., 1.])}, True)
+    """
+    wanted = _wanted(measure)
+    with np.errstate(all="ignore"):
+        inverse = np.float32(1.0) / np.float32(state.scale)
+
+    def multiply(path: str, leaf: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return widened("gradient", path, leaf) * inverse
+
+    unscaled = trees.map_leaves(multiply, grads)
+    signal = Signal(finite=all_finite(unscaled))
+    if wanted:
+        signal = signal._replace(**_measurements(grads, unscaled, wanted))
+    return unscaled, signal
+
+
+def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
+    """Return the state after a step.
+
+    Raises:
+        GradientError: If `signal` is not a `Signal`, or its flag is not boolean.
+
+    Example:
+        >>> import lossscale, lossscale.numpy as ls
+        >>> policy = lossscale.Dynamic()
+        >>> ls.update(policy, ls.init(policy), lossscale.Signal(finite=False)).scale
+        np.float32(32768.0)
+    """
+    if not isinstance(signal, Signal):
+        message = f"signal must be a Signal, such as unscale returns; got {signal!r}."
+        raise GradientError(message)
+    if not isinstance(state.scale, (np.generic, np.ndarray)):
+        state = init(policy, state)  # a policy's own first state: Python's float64
+    flags = signal._replace(finite=_flags(signal.finite))
+    with np.errstate(all="ignore"):
+        moved = policy.step(state, flags, where=np.where)
+    # np.where returns arrays of no dimension; [()] makes scalars of them again.
+    return ScaleState(*(np.asarray(value)[()] for value in moved))
+
+
+def select(finite: Any, new: Any, old: Any) -> Any:
+    """Return `new` if the step was finite, else `old`; nothing is copied.
+
+    Args:
+        finite: One boolean: `signal.finite`, not the signal.
+        new: A nest of anything.
+        old: A nest of the same shape.
+
+    Raises:
+        GradientError: If `finite` is anything but one boolean.
+        StructureError: If the two are not nests of the same shape.
+
+    Example:
+        >>> import lossscale.numpy as ls
+        >>> ls.select(False, {"step": 7}, {"step": 6})
+        {'step': 6}
+    """
+    applied = flag(finite)
+    trees.check_same_structure(new, old)
+    return new if applied else old
+
+
+def widened(what: str, path: str, leaf: Any) -> npt.NDArray[Any]:
+    """Return a floating-point leaf as it is, or in float32 if it is float16."""
+    array = np.asarray(leaf)
+    masked = isinstance(leaf, np.ma.MaskedArray)
+    if masked or array.dtype.kind != "f" or array.dtype.itemsize not in _WIDTHS:
+        kind = "masked" if masked else array.dtype
+        message = (
+            f"The {what}{' at ' + path if path else ''} is {kind}, expected float16, "
+            "float32 or float64. Leave out what is not differentiated, or put None in "
+            "its place."
+        )
+        raise GradientError(message)
+    return array.astype(np.float32) if array.dtype.itemsize == _WIDTHS[0] else array
+
+
+_WIDTHS = (2, 4, 8)
+"""Bytes of float16, float32 and float64."""
+
+_LARGEST_BITS = 1024
+"""Integers of more bits are beyond float64."""
+
+
+def _flags(finite: Any) -> npt.NDArray[np.bool_]:
+    """Return flags as booleans, of one scale or of a vector; anything else is an error.
+
+    A step that is taken for finite by mistake is applied, so nothing is guessed: NaN,
+    None, text and a whole `Signal` have a truth value in Python, and no meaning here.
+    """
+    array = np.asarray(None if isinstance(finite, tuple) else finite)
+    if array.dtype.kind not in "biuf" or np.isnan(array).any():
+        message = f"finite must be one boolean, got {shown(finite)}."
+        raise GradientError(message)
+    return array.astype(np.bool_)
+
+
+def flag(finite: Any) -> np.bool_:
+    """Return one flag as a boolean; anything else is an error."""
+    flags = _flags(finite)
+    if flags.size != 1:
+        message = f"finite must be one boolean, got {shown(finite)}."
+        raise GradientError(message)
+    return np.bool_(flags.item())
+
+
+def all_finite(grads: Any) -> np.bool_:
+    """Return whether every leaf is finite; a nest without leaves is."""
+    flags = [np.isfinite(leaf).all() for _, leaf in trees.leaves(grads)]
+    return np.bool_(all(flags))
+
+
+def _wanted(measure: Iterable[str]) -> frozenset[str]:
+    """Return the names to measure, once they are known to exist."""
+    wanted = frozenset([measure] if isinstance(measure, str) else measure)
+    unknown = sorted(map(str, wanted - set(MEASUREMENTS)))
+    if unknown:
+        message = f"Cannot measure {unknown}; there are {', '.join(MEASUREMENTS)}."
+        raise SettingError(message)
+    return wanted
+
+
+def _measurements(
+    grads: Any, unscaled: Any, wanted: frozenset[str]
+) -> dict[str, Array]:
+    """Measure what was asked for; sums are kept in float64."""
+    scaled = [np.asarray(leaf) for _, leaf in trees.leaves(grads)]
+    # float32, or float64 where a gradient is: its largest value may need it.
+    number = np.result_type(np.float32, *scaled).type if scaled else np.float32
+    count = max(1, sum(leaf.size for leaf in scaled))
+    measures: dict[str, Callable[[], Array]] = {
+        "nan": lambda: np.bool_(any(np.isnan(leaf).any() for leaf in scaled)),
+        "amax": lambda: number(max(map(_largest, scaled), default=0.0)),
+        "norm": lambda: number(
+            np.sqrt(
+                sum(
+                    np.square(leaf, dtype=np.float64).sum()
+                    for _, leaf in trees.leaves(unscaled)
+                )
+            )
+        ),
+        "zero_share": lambda: np.float32(
+            sum(np.count_nonzero(leaf == 0) for leaf in scaled) / count
+        ),
+        "subnormal_share": lambda: np.float32(sum(map(_subnormal, scaled)) / count),
+    }
+    with np.errstate(all="ignore"):
+        return {name: measures[name]() for name in sorted(wanted)}
+
+
+def _largest(leaf: npt.NDArray[Any]) -> float:
+    """Return the largest finite magnitude in an array."""
+    finite = leaf[np.isfinite(leaf)]
+    return float(np.abs(finite).max(initial=0.0))
+
+
+def _subnormal(leaf: npt.NDArray[Any]) -> int:
+    """Count the values below the smallest normal number of their own dtype."""
+    tiny = np.finfo(leaf.dtype).smallest_normal
+    return int(np.count_nonzero((leaf != 0) & (np.abs(leaf) < tiny)))
