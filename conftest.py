@@ -9,7 +9,8 @@ from sybil.parsers.rest import DocTestParser
 _pages = Sybil(parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"])
 _docstrings = Sybil(
     parsers=[DocTestParser()],
-    patterns=["src/**/*.py"],
+    # One pattern for each depth: before Python 3.13, ** stands for one folder.
+    patterns=[f"src/lossscale/{'*/' * depth}*.py" for depth in range(3)],
     document_types={".py": PythonDocStringDocument},
 )
 pytest_collect_file = (_pages + _docstrings).pytest()

@@ -77,6 +77,13 @@ def test_one_measurement_may_be_named_without_a_list():
         ls.unscale([], state(2.0), measure="norms")
 
 
+def test_the_smallest_normal_number_is_not_subnormal():
+    tiny = np.finfo(np.float16).smallest_normal
+    grads = [np.array([tiny, tiny / 2, 0], np.float16)]
+    _, signal = ls.unscale(grads, state(1.0), measure=("subnormal_share",))
+    assert np.float32(1 / 3) == signal.subnormal_share
+
+
 def test_a_norm_beyond_float32_sums_is_still_finite():
     huge = [np.full(4, 1e25, np.float32)]
     _, signal = ls.unscale(huge, state(1.0), measure=("norm",))

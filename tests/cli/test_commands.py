@@ -138,6 +138,38 @@ def test_a_sweep_tries_every_combination():
     assert "torch:growth_interval=20,hysteresis=2" in names
 
 
+def test_the_summary_of_a_given_sequence_is_exact():
+    (row,) = json.loads(
+        check(run("simulate", "--finite", "11010", "-p", "dynamic:growth_interval=2",
+                  "--json"))
+    )  # fmt: skip
+    assert (5, 2, 1, 2) == (
+        row["steps"],
+        row["skipped"],
+        row["growths"],
+        row["backoffs"],
+    )
+    assert (32768.0, 131072.0) == (row["lowest"], row["highest"])
+    assert {"scale": 32768.0, "good": 0, "bad": 0} == row["final"]
+    assert [0, 1, 2, 3, 4, 5] == row["trajectory"]["steps"]
+    expected = [65536.0, 65536.0, 131072.0, 65536.0, 65536.0, 32768.0]
+    assert expected == row["trajectory"]["scales"]
+
+
+@pytest.mark.parametrize(("rate", "skipped"), [("0", 0), ("1", 500)])
+def test_the_rate_is_the_share_of_overflows(rate, skipped):
+    arguments = ("simulate", "--steps", "500", "--rate", rate, "--json")
+    (row,) = json.loads(check(run(*arguments)))
+    assert skipped == row["skipped"]
+
+
+def test_numbers_are_written_for_people():
+    from lossscale.cli.output import number
+
+    written = [number(value) for value in (65536.0, 2.0**-21, 2.0**40, 0.3, 3.4e38)]
+    assert ["65,536", "2^-21", "2^40", "0.3", "3.4e+38"] == written
+
+
 def test_a_random_sequence_is_the_same_for_the_same_seed():
     arguments = ("simulate", "--steps", "500", "--rate", "0.1", "--json")
     first = check(run(*arguments))
@@ -160,8 +192,12 @@ def test_presets_in_json_are_those_of_the_package():
 
 
 def test_a_chart_is_drawn_for_each_policy():
-    out = check(run("simulate", "-p", "torch", "-p", "flax", "--chart"))
+    out = check(run("simulate", "-p", "torch", "-p", "fixed:1024", "--chart"))
     assert 2 == out.count("log2 of the scale")
+    # The axis of a fixed scale of 2**10 has a 10 and no 1024.
+    fixed = out.partition("fixed:1024")[2].partition("\n")[2]
+    assert " 10\n" in fixed
+    assert "1024" not in fixed.replace("1,024", "1024")
 
 
 def test_a_state_is_converted_from_a_pipe_and_losses_are_told(tmp_path):
@@ -219,6 +255,18 @@ def test_the_doctor_says_what_works_and_what_to_type():
         assert part["works"] or part["advice"]
 
 
+def test_the_doctor_sees_a_broken_and_a_missing_installation():
+    from lossscale.cli.doctor import _examine, _Part
+
+    broken = _examine(_Part("x", ("numpy",), "raise SystemExit('torn')", "type this"))
+    assert not broken.works
+    assert "torn; type this" == broken.advice
+    missing = _examine(_Part("x", ("no-such-package",), "", "type that"))
+    assert (None, False, "type that") == missing[1:]
+    working = _examine(_Part("x", ("numpy",), "import numpy", "type this"))
+    assert (True, None) == working[2:]
+
+
 def test_the_version_is_told():
     from importlib.metadata import version
 
@@ -236,7 +284,7 @@ def test_a_reader_that_goes_away_is_no_error():
     errors = process.stderr.read()
     process.stderr.close()
     process.wait(timeout=60)
-    assert b"Traceback" not in errors
+    assert b"" == errors
 
 
 def test_a_terminal_sees_a_progress_bar_and_a_pipe_does_not(tmp_path):

@@ -168,6 +168,38 @@ def test_a_foreign_or_broken_state_gives_one_clear_error(library, values, messag
         from_library(library, values)
 
 
+def test_the_keys_of_apex_are_those_it_saves():
+    policy, state = from_library(
+        "apex", {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 17}}
+    )
+    assert (presets.get("apex"), ScaleState(65536.0, 17, 0)) == (policy, state)
+
+
+def test_floors_are_read():
+    saved = {"loss_scale": 8.0, "counter": 0, "min_loss_scale": 0.25}
+    assert 0.25 == from_library("jmp", saved)[0].min_scale
+    saved = {"scale": 8.0, "fin_steps": 0, "minimum_scale": 0.25}
+    assert 0.25 == from_library("flax", saved)[0].min_scale
+
+
+def test_deepspeeds_hysteresis_never_goes_below_one():
+    values = to_library(
+        "deepspeed", presets.get("deepspeed"), ScaleState(4.0, 0, 2)
+    ).values
+    assert 1 == values["cur_hysteresis"]
+
+
+def test_what_comes_to_the_same_thing_is_not_lost():
+    policy = Dynamic(consecutive=True, max_scale=presets.FLOAT32_MAX)
+    assert () == to_library("torch", policy, policy.init()).lost
+
+
+def test_a_newer_state_of_ours_is_told_as_such():
+    assert "lossscale" == recognise({"format": "lossscale/2"})
+    with pytest.raises(StateError, match="a mapping"):
+        recognise([1])
+
+
 def test_a_state_of_nobody_is_not_guessed():
     with pytest.raises(StateError, match="Cannot tell whose state"):
         recognise({"loss": 3})

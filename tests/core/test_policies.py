@@ -47,6 +47,7 @@ WRONG = [
     ("growth_interval", "100", "whole number"),
     ("growth_interval", True, "whole number"),
     ("growth_interval", 2**31, "2**31"),
+    ("growth_interval", 2**31 - 1, "2**31"),
     ("hysteresis", 0, "1 or more"),
     ("hysteresis", -1, "1 or more"),
     ("hysteresis", 1.5, "whole number"),
@@ -146,6 +147,13 @@ def test_dividing_by_three_is_exact_and_multiplying_by_a_third_is_not():
     multiplied = [replay(by_factor, [False], start)[0].scale for start in starts]
     assert expected == divided
     assert expected != multiplied
+
+
+def test_settings_reach_the_rule_rounded_to_float32():
+    settings = Dynamic(growth_factor=1.7, backoff_factor=0.8, min_scale=0.1).settings
+    assert float(np.float32(1.7)) == settings.growth_factor
+    assert float(np.float32(0.8)) == settings.backoff
+    assert float(np.float32(0.1)) == settings.min_scale
 
 
 def test_a_preset_with_one_multiplier_keeps_one():

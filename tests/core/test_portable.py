@@ -212,6 +212,22 @@ def test_a_file_keeps_its_permissions(tmp_path):
     assert 0o640 == path.stat().st_mode & 0o777
 
 
+def test_the_new_file_is_written_beside_the_old_one(tmp_path, monkeypatch):
+    """Only a rename within one file system is atomic."""
+    seen = []
+    original = os.fsync
+
+    def watch(descriptor):
+        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    path = tmp_path / "scaler.json"
+    portable.save(path, Dynamic(), Dynamic().init())
+    ((temporary,),) = seen
+    assert temporary.startswith(".scaler.json.")
+
+
 def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path):
     path = tmp_path / "scaler.json"
     program = textwrap.dedent(
@@ -223,11 +239,12 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path):
         """
     )
     for attempt in range(8):
+        path.unlink(missing_ok=True)
         process = subprocess.Popen([sys.executable, "-c", program])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.02 + 0.013 * attempt)
+            time.sleep(0.002)
+        time.sleep(0.013 * attempt)
         process.send_signal(signal.SIGKILL)
         process.wait()
         _, state = portable.load(path)

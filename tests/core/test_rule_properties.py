@@ -140,9 +140,12 @@ def test_counters_above_their_thresholds_fire_at_once(policy, good, bad, finite)
     after = ls.update(policy, state, Signal(finite))
     threshold = policy.settings.growth_threshold
     if finite and good + 1 >= threshold:
-        assert after.good == policy.settings.good_after_growth
-    if not finite:
-        assert after.good == 0
+        assert (policy.settings.good_after_growth, 0) == (after.good, after.bad)
+        assert after.scale >= state.scale
+    if not finite and bad + 1 >= policy.hysteresis:
+        left = 0 if policy.backoff_refills else bad + 1
+        assert (0, left) == (after.good, after.bad)
+        assert after.scale <= state.scale
 
 
 @given(policies(), steps)

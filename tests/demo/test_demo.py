@@ -23,23 +23,29 @@ def test_the_gradients_are_those_of_finite_differences():
     images, labels = rng.random((5, 64)), rng.integers(10, size=5)
 
     def loss(changed):
-        trace = network.forward(changed, images, np.float64)
-        # The loss itself is float32; take it in float64 for the differences.
-        shifted = trace.logits - trace.logits.max(axis=1, keepdims=True)
+        """The same network written again, in float64."""
+        hidden = images
+        for weight in changed[:-1]:
+            inner = hidden @ weight
+            cubic = np.sqrt(2 / np.pi) * (inner + 0.044715 * inner**3)
+            hidden = 0.5 * inner * (1 + np.tanh(cubic))
+        logits = hidden @ changed[-1]
+        shifted = logits - logits.max(axis=1, keepdims=True)
         logs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
         return -logs[np.arange(5), labels].mean()
 
     trace = network.forward(weights, images.astype(np.float32), np.float32)
     _, slope = network.cross_entropy(trace.logits, labels)
     gradients = network.backward(weights, trace, slope, np.float32)
+    step = 1e-4
     for layer, gradient in enumerate(gradients):
-        place = tuple(rng.integers(size) for size in gradient.shape)
-        step = 1e-3
-        up, down = ([w.copy() for w in weights] for _ in range(2))
-        up[layer][place] += step
-        down[layer][place] -= step
-        expected = (loss(up) - loss(down)) / (2 * step)
-        assert expected == pytest.approx(gradient[place], rel=2e-2, abs=1e-7)
+        for _ in range(20):
+            place = tuple(rng.integers(size) for size in gradient.shape)
+            up, down = ([w.copy() for w in weights] for _ in range(2))
+            up[layer][place] += step
+            down[layer][place] -= step
+            expected = (loss(up) - loss(down)) / (2 * step)
+            assert expected == pytest.approx(gradient[place], rel=2e-3, abs=1e-7)
 
 
 def test_everything_that_is_stored_is_float16():
@@ -51,6 +57,37 @@ def test_everything_that_is_stored_is_float16():
     gradients = network.backward(weights, trace, slope, np.float16)
     stored = [*trace.inputs, *trace.slopes, trace.logits, *gradients]
     assert {np.dtype(np.float16)} == {array.dtype for array in stored}
+
+
+def test_weights_are_rounded_to_float16_before_use():
+    rng = np.random.default_rng(0)
+    exact = [w + np.float32(2.0**-13) for w in network.initial_weights(rng)]
+    rounded = [w.astype(np.float16).astype(np.float32) for w in exact]
+    images = rng.random((4, 64)).astype(np.float32)
+    seed = rng.standard_normal((4, 10)).astype(np.float32)
+    results = []
+    for weights in (exact, rounded):
+        trace = network.forward(weights, images, np.float16)
+        gradients = network.backward(weights, trace, seed, np.float16)
+        results.append([trace.logits.tolist(), *(g.tolist() for g in gradients)])
+    assert results[0] == results[1]
+
+
+def test_neither_weights_nor_momenta_move_on_a_skipped_step(monkeypatch):
+    from lossscale.demo import muon
+
+    seen = []
+    original = muon.step
+
+    def watch(weights, momenta, gradients, rate):
+        seen.append([array.copy() for array in (*weights, *momenta)])
+        return original(weights, momenta, gradients, rate)
+
+    monkeypatch.setattr(muon, "step", watch)
+    train("run", Fixed(2.0**126), np.float16, steps=3)
+    for later in seen[1:]:
+        for before, after in zip(seen[0], later, strict=True):
+            assert np.array_equal(before, after)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """The wheel: built, installed elsewhere, and used without the source tree."""
 
+import json
+import os
 import subprocess
 import sys
 import venv
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+PIP = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q"]
 PROGRAM = """
 import lossscale, lossscale.core.classic, lossscale.core.converters
 from pathlib import Path
@@ -54,6 +57,34 @@ def test_the_wheel_holds_the_package_its_data_and_its_licences(wheel):
     licences = [name for name in names if "/licenses/" in name]
     assert any(name.endswith("LICENSE") for name in licences)
     assert not any(name.startswith(("tests", "docs")) for name in names)
+
+
+def test_the_adapter_the_demo_and_the_command_run_from_the_wheel(wheel, tmp_path):
+    target = tmp_path / "installed"
+    subprocess.run(
+        [*PIP, "--target", target, wheel],
+        check=True,
+    )
+    environment = os.environ | {"PYTHONPATH": str(target)}
+    where = "import lossscale.numpy, lossscale.demo as d; print(d.__file__)"
+    result = subprocess.run(
+        [sys.executable, "-c", where],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert str(target) in result.stdout
+    result = subprocess.run(
+        [sys.executable, "-m", "lossscale.cli", "demo", "--steps", "1", "--json"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert 4 == len(json.loads(result.stdout))
 
 
 def test_the_wheel_works_where_nothing_else_is_installed(wheel, tmp_path):

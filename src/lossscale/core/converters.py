@@ -82,6 +82,13 @@ def to_library(library: str, policy: Policy, state: ScaleState) -> Written:
 
     Raises:
         StateError: If the library cannot hold such a policy at all.
+
+    Example:
+        >>> from lossscale import Dynamic
+        >>> from lossscale.core.converters import to_library
+        >>> policy = Dynamic(hysteresis=2)
+        >>> to_library("apex", policy, policy.init()).values
+        {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
     """
     converter = _find(library)
     if not isinstance(policy, Dynamic):
@@ -121,6 +128,11 @@ def recognise(values: Values) -> str:
 
     Raises:
         StateError: If it fits none or several.
+
+    Example:
+        >>> from lossscale.core.converters import recognise
+        >>> recognise({"fin_steps": 3, "scale": 8.0})
+        'flax'
     """
     if not isinstance(values, Mapping):
         message = f"A scaler state is a mapping, got {type(values).__name__}."

@@ -21,6 +21,11 @@ class Policy(Protocol):
 
     A policy is immutable and hashable; everything that changes is in the state. It
     must work with `signal.finite` alone: other measurements may be `None`.
+
+    Example:
+        >>> from lossscale import Dynamic, Fixed, Policy
+        >>> all(isinstance(policy, Policy) for policy in (Fixed(), Dynamic()))
+        True
     """
 
     def init(self) -> ScaleState:

@@ -105,7 +105,19 @@ def from_portable(portable: Mapping[str, Any]) -> tuple[Fixed | Dynamic, ScaleSt
 
 
 def save(path: str | os.PathLike[str], policy: Policy, state: ScaleState) -> None:
-    """Write a policy and its state to a JSON file, atomically."""
+    """Write a policy and its state to a JSON file, atomically.
+
+    Example:
+        >>> import os, tempfile
+        >>> from lossscale import Fixed
+        >>> from lossscale.core import portable
+        >>> policy = Fixed(8.0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "scaler.json")
+        ...     portable.save(path, policy, policy.init())
+        ...     portable.load(path)
+        (Fixed(scale=8.0), ScaleState(scale=8.0, good=0, bad=0))
+    """
     text = json.dumps(to_portable(policy, state), indent=2, allow_nan=False) + "\n"
     write_atomically(path, text)
 

@@ -18,7 +18,13 @@ from lossscale.core.policies import Dynamic
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A library's behaviour: its settings, their source, and what remains different."""
+    """A library's behaviour: its settings, their source, and what remains different.
+
+    Example:
+        >>> from lossscale import presets
+        >>> presets.PRESETS["flax"].policy.late_growth
+        'always'
+    """
 
     name: str
     """What to pass to `get`."""
@@ -100,8 +106,8 @@ PRESETS: dict[str, Preset] = {
         Preset(
             name="apex",
             policy=Dynamic(backoff_divisor=2.0, max_scale=2.0**24, at_max="clamp"),
-            source="apex.amp.scaler.LossScaler as read in NVIDIA/apex before amp was "
-            "removed in 2025.",
+            source="apex.amp.scaler.LossScaler of NVIDIA/apex, commit 03b0eeb; amp was "
+            "removed from apex in 2025.",
             differs=_NO_BOUNDS,
         ),
         Preset(
@@ -114,7 +120,8 @@ PRESETS: dict[str, Preset] = {
                 max_scale=FLOAT32_MAX,
                 backoff_refills=False,
             ),
-            source="megatron.core.optimizer.grad_scaler.DynamicGradScaler.",
+            source="megatron.core.optimizer.grad_scaler.DynamicGradScaler, "
+            "megatron-core 0.16.",
             differs="The original has no cap: it doubles on to infinity.",
         ),
         Preset(
@@ -129,7 +136,7 @@ PRESETS: dict[str, Preset] = {
                 backoff_refills=False,
             ),
             source="deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler with the "
-            "defaults of DeepSpeed's fp16 configuration.",
+            "defaults of DeepSpeed's fp16 configuration, DeepSpeed 0.19.",
             differs="The original keeps the scale in float64, so it has no cap, and "
             "raises at the floor.",
         ),
@@ -163,8 +170,11 @@ PRESETS: dict[str, Preset] = {
                 min_scale=1.0,
                 max_scale=FLOAT32_MAX,
             ),
-            source="mindspore.amp.DynamicLossScaler and DynamicLossScaleManager.",
-            differs="The original's manager raises after 1,000 overflows in a row.",
+            source="mindspore.amp.DynamicLossScaler and DynamicLossScaleManager, "
+            "MindSpore 2.10.",
+            differs="The original's manager multiplies by a float64 reciprocal, which "
+            "for a factor such as 3 is not the quotient, and raises after 1,000 "
+            "overflows in a row.",
         ),
     )
 }

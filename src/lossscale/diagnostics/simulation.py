@@ -36,6 +36,13 @@ class Simulation:
 
     The trajectory is kept as its changes: `scales[i]` is the scale after step
     `steps[i]` (counted from 1) and until the next change; `steps[0]` is 0, the start.
+
+    Example:
+        >>> from lossscale import Dynamic
+        >>> from lossscale.diagnostics import simulate
+        >>> result, = simulate([Dynamic(growth_interval=1)], [True, False])
+        >>> result.growths, result.backoffs
+        (1, 1)
     """
 
     policy: Policy
