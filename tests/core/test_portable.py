@@ -154,6 +154,15 @@ def test_a_vector_of_scales_cannot_be_written():
         to_portable(Dynamic(), state)
 
 
+def test_a_fixed_scale_that_is_no_float32_goes_there_and_back():
+    import lossscale.numpy as ls
+
+    policy = Fixed(0.1)
+    again, state = from_portable(to_portable(policy, ls.init(policy)))
+    assert policy == again
+    assert ls.init(policy) == ls.init(again, state)
+
+
 def test_files_go_there_and_back(tmp_path):
     path = tmp_path / "scaler.json"
     policy, state = Dynamic(growth_interval=7), ScaleState(4.0, 3, 1)

@@ -232,6 +232,15 @@ class Dynamic(_Prepared):
             backoff_clears_bad=self.backoff_refills,
         )
 
+    def is_stuck(self, scale: float) -> bool:
+        """Whether no step could ever move a scale that is below the floor.
+
+        Holding at the floor refuses every result below it, a growth's too.
+        """
+        raised = checks.as_float32(scale) * self.settings.growth_factor
+        raised = checks.as_float32(min(raised, checks.FLOAT32_MAX))
+        return self.switches.hold_at_min and raised < self.settings.min_scale
+
     def init(self) -> ScaleState:
         """Return the first state: the initial scale, nothing counted."""
         return ScaleState(self.init_scale, 0, 0)

@@ -251,16 +251,14 @@ def check_state(policy: Policy, state: ScaleState) -> ScaleState:
                 f"{shown(counter)}."
             )
             raise StateError(message)
-    if isinstance(policy, Fixed) and scale != policy.scale:
+    if isinstance(policy, Fixed) and (
+        checks.as_float32(scale) != checks.as_float32(policy.scale)
+    ):
         message = (
             f"The scale is {scale!r}, and the policy is fixed at {policy.scale!r}."
         )
         raise StateError(message)
-    if (
-        isinstance(policy, Dynamic)
-        and policy.at_min == "hold"
-        and scale * policy.growth_factor < policy.min_scale
-    ):
+    if isinstance(policy, Dynamic) and policy.is_stuck(scale):
         message = (
             f"The scale {scale!r} is so far below min_scale={policy.min_scale!r} that "
             "a policy with at_min='hold' could never move it."

@@ -95,22 +95,13 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         first = checks.scale("init_loss_scale", first)
         lowest = checks.scale("floor", real_number("floor", floor))
         checks.choice("at_floor", at_floor, ("hold", "clamp"))
-        growth = checks.above_one("incr_ratio", real_number("incr_ratio", incr_ratio))
-        # In float32, as the rule multiplies.
-        raised = checks.as_float32(first) * checks.as_float32(growth)
-        raised = checks.as_float32(min(raised, checks.FLOAT32_MAX))
-        if at_floor == "hold" and raised < checks.as_float32(lowest):
-            message = (
-                f"init_loss_scale={first!r} could never move: even an increase ends "
-                f"below the floor {lowest!r}, and such an update is not applied. Pass "
-                f"floor={first!r}, or at_floor='clamp'."
-            )
-            raise SettingError(message)
         self._policy = Dynamic(
             # A policy starts within its bounds. The state below need not: the
             # original took any first scale.
             init_scale=max(first, lowest),
-            growth_factor=growth,
+            growth_factor=checks.above_one(
+                "incr_ratio", real_number("incr_ratio", incr_ratio)
+            ),
             backoff_factor=checks.below_one(
                 "decr_ratio", real_number("decr_ratio", decr_ratio)
             ),
@@ -120,6 +111,13 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
             max_scale=checks.FLOAT32_MAX,
             at_min=at_floor,
         )
+        if self._policy.is_stuck(first):
+            message = (
+                f"init_loss_scale={first!r} could never move: even an increase ends "
+                f"below the floor {lowest!r}, and such an update is not applied. Pass "
+                f"floor={first!r}, or at_floor='clamp'."
+            )
+            raise SettingError(message)
         self._cell = self._binding.cell(
             self,
             ScaleState(first, 0, 0),
