@@ -120,20 +120,17 @@ def simulate(
 
 
 def _one_by_one(policy: Policy, flags: Flags) -> Simulation:
-    """Run any policy, step by step; a fixed one without a step."""
+    """Run any policy, step by step; a fixed one takes none."""
     state = verbs.init(policy)
-    if type(policy) is Fixed:
-        flags, all_flags = flags[:0], flags
-    else:
-        all_flags = flags
     steps, scales = [0], [state.scale]
-    for number, finite in enumerate(flags, start=1):
+    taken = flags[:0] if type(policy) is Fixed else flags
+    for number, finite in enumerate(taken, start=1):
         state = verbs.update(policy, state, Signal(finite))
         if state.scale != scales[-1]:
             steps.append(number)
             scales.append(state.scale)
     changes = np.array(steps, np.int64), np.array(scales, np.float32)
-    return _simulation(policy, all_flags, *changes, state)
+    return _simulation(policy, flags, *changes, state)
 
 
 def _at_once(runner: Callable[..., Any], policy: Dynamic, flags: Flags) -> Simulation:
