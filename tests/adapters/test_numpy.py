@@ -59,6 +59,23 @@ def test_it_works_where_numpy_raises_on_everything():
         assert np.float32(np.inf) == ls.scale(np.float32(3e38), state(2.0**20))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [np.isfinite(np.ones(3)), [], np.array([True]), np.ma.masked_array([True])],
+    ids=["elementwise", "empty", "one in a row", "masked"],
+)
+def test_a_flag_of_another_shape_never_makes_a_vector_of_the_state(wrong):
+    from lossscale import Dynamic
+
+    with pytest.raises(GradientError, match="one boolean"):
+        ls.update(Dynamic(), state(8.0), Signal(wrong))
+
+
+def test_losses_beyond_every_format_are_infinite_with_their_sign():
+    assert np.float32(-np.inf) == ls.scale(-(10**400), state(1.0))
+    assert np.float32(np.inf) == ls.scale(10**300, state(1.0))
+
+
 def test_a_flag_that_is_nan_is_refused():
     with pytest.raises(GradientError, match="one boolean"):
         ls.DynamicLossScale().update_from_finite(float("nan"))

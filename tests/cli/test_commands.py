@@ -49,6 +49,12 @@ def check(result):
         ("simulate", "--rate", "2"),
         ("simulate", "--steps", "0"),
         ("simulate", "--steps", "99999999999999"),
+        ("simulate", "--steps", "99999999999999999999"),
+        ("simulate", "--rate", "nan"),
+        (
+            *("simulate", "--sweep", "growth_interval=1:9999:9999"),
+            *("--sweep", "hysteresis=1:9999:9999"),
+        ),
         ("simulate", "--trace", "--steps", "20000"),
         ("simulate", "--seed", "-1"),
         ("simulate", "-p", "fixed:0**-1"),
@@ -79,11 +85,15 @@ def test_a_file_that_cannot_be_used_is_one_message_and_status_2(tmp_path):
     latin, digits = tmp_path / "latin.jsonl", tmp_path / "digits.jsonl"
     latin.write_bytes(b"\xff\xfe\n")
     digits.write_text("9" * 5000 + "\n", encoding="utf-8")
+    deep = tmp_path / "deep.jsonl"
+    deep.write_text("[" * 100_000 + "\n", encoding="utf-8")
     good = tmp_path / "good.json"
     good.write_text(json.dumps(to_portable(Dynamic(), Dynamic().init())))
     for arguments in (
         ("simulate", "--file", str(latin)),
         ("simulate", "--file", str(digits)),
+        ("simulate", "--file", str(deep)),
+        ("convert", str(good), "--to", "torch", "-o", ""),
         ("convert", str(digits), "--to", "torch"),
         ("convert", str(good), "--to", "torch", "-o", str(tmp_path / "no" / "x.json")),
         ("convert", str(good), "--to", "torch", "--policy", "torch"),
@@ -166,8 +176,8 @@ def test_the_rate_is_the_share_of_overflows(rate, skipped):
 def test_numbers_are_written_for_people():
     from lossscale.cli.output import number
 
-    written = [number(value) for value in (65536.0, 2.0**-21, 2.0**40, 0.3, 3.4e38)]
-    assert ["65,536", "2^-21", "2^40", "0.3", "3.4e+38"] == written
+    written = [number(value) for value in (65536.0, 2.0**-21, 2.0**40, 0.5, 3.4e38)]
+    assert ["65,536", "2^-21", "2^40", "0.5", "3.4e+38"] == written
 
 
 def test_a_random_sequence_is_the_same_for_the_same_seed():
@@ -273,9 +283,14 @@ def test_the_version_is_told():
     assert version("lossscale") in check(run("--version"))
 
 
-def test_a_reader_that_goes_away_is_no_error():
+@pytest.mark.parametrize(
+    "arguments",
+    [("simulate", "--trace", "--steps", "10000"), ("presets",)],
+    ids=" ".join,
+)
+def test_a_reader_that_goes_away_is_no_error(arguments):
     process = subprocess.Popen(
-        [*COMMAND, "simulate", "--trace", "--steps", "10000"],
+        [*COMMAND, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -284,7 +299,7 @@ def test_a_reader_that_goes_away_is_no_error():
     errors = process.stderr.read()
     process.stderr.close()
     process.wait(timeout=60)
-    assert b"" == errors
+    assert (b"", 0) == (errors, process.returncode)
 
 
 def test_a_terminal_sees_a_progress_bar_and_a_pipe_does_not(tmp_path):

@@ -167,7 +167,16 @@ def test_a_subclass_with_an_update_of_its_own_is_honoured():
             super().update(grads)
             return None, False
 
+    class Quiet(ls.FixedLossScale):
+        def update_from_finite(self, finite):
+            return None, False
+
+        def update(self, grads):
+            return self.update_from_finite(True)
+
     inner = Descent()
+    ls.LossScaleOptimizer(inner, Quiet(8)).apply_gradients([(weight(1.0), weight(1.0))])
+    assert 0 == inner.calls
     optimizer = ls.LossScaleOptimizer(inner, Careful(8, 1))
     optimizer.apply_gradients([(np.float32(1), weight(1.0))])
     assert 0 == inner.calls

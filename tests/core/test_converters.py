@@ -111,6 +111,18 @@ def test_a_count_at_the_interval_is_written_so_that_it_still_fires():
     written = to_library("torch", policy, ScaleState(8.0, 5, 0))
     assert 4 == written.values["_growth_tracker"]
     assert any(line.startswith("good is 5 here") for line in written.lost)
+    policy = presets.get("torch", growth_interval=100)
+    written = to_library("flax", policy, ScaleState(8.0, 150, 0))
+    assert 100 == written.values["fin_steps"]
+    assert any(line.startswith("good is 150 here") for line in written.lost)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_preset_can_be_written_for_every_library(library):
+    small = Dynamic(init_scale=0.5, max_scale=0.5)
+    for policy in (small, *(preset.policy for preset in presets.PRESETS.values())):
+        written = to_library(library, policy, policy.init())
+        assert policy.init_scale == from_library(library, written.values)[1].scale
 
 
 def test_a_fixed_scale_cannot_be_written():

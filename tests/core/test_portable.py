@@ -88,6 +88,7 @@ MALFORMED = {
     "scale of 5,000 digits": changed(state__scale=10**5000),
     "counter of 5,000 digits": changed(state__good=10**5000),
     "older format": changed(format="lossscale/0"),
+    "format of 5,000 digits": changed(format="lossscale/" + "9" * 5000),
     "counter negative": changed(state__good=-1),
     "counter fractional": changed(state__good=1.5),
     "counter true": changed(state__bad=True),
@@ -211,6 +212,33 @@ def test_a_failing_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch)
         portable.save(path, Dynamic(), ScaleState(8.0, 0, 0))
     assert before == path.read_bytes()
     assert [path] == list(tmp_path.iterdir())
+
+
+def test_a_link_is_followed(tmp_path):
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    portable.save(real, Dynamic(), Dynamic().init())
+    link.symlink_to(real)
+    portable.save(link, Dynamic(), ScaleState(8.0, 0, 0))
+    assert link.is_symlink()
+    assert 8.0 == portable.load(real)[1].scale
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+    portable.save(pipe, Dynamic(), Dynamic().init())
+    text = reader.communicate(timeout=30)[0]
+    assert "lossscale/1" == json.loads(text)["format"]
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("name", ["", "."])
+def test_a_folder_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match=r"directory|file"):
+        portable.save(name, Dynamic(), Dynamic().init())
+    assert [] == list(tmp_path.iterdir())
 
 
 def test_a_file_keeps_its_permissions(tmp_path):

@@ -1,6 +1,6 @@
 """Nested structures: every kind, their paths, and where two differ."""
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
 import pytest
@@ -44,6 +44,7 @@ def test_mapping_keeps_the_kind_of_dict():
     assert OrderedDict(b=2, a=3) == trees.map_leaves(lambda _, x: x + 1, ordered)
     mapped = trees.map_leaves(lambda _, x: x + 1, filled)
     assert int is mapped.default_factory
+    assert {"a": 3} == trees.map_leaves(lambda _, x: x + 1, Counter(a=2))
     assert {"a": 1} == filled
 
 

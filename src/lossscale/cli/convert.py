@@ -64,7 +64,7 @@ def convert(
     else:
         result, lost = to_library(target, read_policy, state)
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
-    if output is None:
+    if output is None or str(output) == "-":
         click.echo(text, nl=False)
     else:
         portable.write_atomically(output, text)

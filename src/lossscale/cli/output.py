@@ -18,6 +18,13 @@ _WIDTH_WITHOUT_TERMINAL = 160
 """In a pipe nothing is cut to 80 columns: whoever reads it wants it whole."""
 
 
+class _Console(Console):
+    """Leaves a closed pipe to the application, which knows that nothing is wrong."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def print_json(value: Any) -> None:
     """Print strict JSON."""
     click.echo(json.dumps(value, indent=2, allow_nan=False))
@@ -25,9 +32,9 @@ def print_json(value: Any) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: names and advice to the left, everything else to the right."""
-    console = Console()
+    console = _Console()
     if not console.is_terminal:
-        console = Console(width=_WIDTH_WITHOUT_TERMINAL)
+        console = _Console(width=_WIDTH_WITHOUT_TERMINAL)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for place, column in enumerate(columns):
         text = place == 0 or column == "what to do"
@@ -54,8 +61,10 @@ def number(value: float) -> str:
     if 1 <= value < _LONG and float(value).is_integer():
         return f"{int(value):,}"
     mantissa, exponent = frexp(value)
-    return f"2^{exponent - 1}" if mantissa == _HALF else f"{value:.6g}"
+    extreme = value >= _LONG or value < _SMALL
+    return f"2^{exponent - 1}" if extreme and mantissa == _HALF else f"{value:.6g}"
 
 
 _LONG = 10**8
+_SMALL = 1e-3
 _HALF = 0.5

@@ -54,6 +54,9 @@ def sweep(text: str, sweeps: Iterable[str]) -> dict[str, Dynamic | Fixed]:
         [f"{key}={value}" for value in _choices(key, values)]
         for key, values in map(_assignment, sweeps)
     ]
+    if math.prod(map(len, choices)) > _MOST:
+        message = f"A sweep makes at most {_MOST:,} policies; these make more."
+        raise SettingError(message)
     policies = {}
     for combination in product(*choices):
         name, colon, rest = text.partition(":")

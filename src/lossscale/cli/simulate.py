@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help='A JSONL file with one step per line: true, false, or {"finite": true}.',
 )
-@click.option("--steps", type=click.IntRange(min=1), default=10_000, show_default=True)
+@click.option(
+    "--steps", type=click.IntRange(1, 10**9), default=10_000, show_default=True
+)
 @click.option(
     "--rate",
     type=click.FloatRange(0.0, 1.0),
@@ -126,6 +128,9 @@ def _sequence(
         return np.array([digit == "1" for digit in given])
     if file is not None:
         return _read(file)
+    if rate != rate:  # noqa: PLR0124  # NaN passes every range
+        message = "--rate must be a number from 0 to 1, got nan."
+        raise click.UsageError(message)
     return np.random.default_rng(seed).random(steps) >= rate
 
 
@@ -140,7 +145,7 @@ def _read(file: Path) -> "npt.NDArray[np.bool_]":
                 continue
             try:
                 value: Any = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 value = None
             if isinstance(value, dict):
                 value = value.get("finite")

@@ -104,7 +104,9 @@ def to_library(library: str, policy: Policy, state: ScaleState) -> Written:
     unsaved = {name: getattr(policy, name) for name in converter.unsaved}
     if unsaved.get("backoff_factor", 0) is None:
         unsaved["backoff_factor"] = backoff_factor(policy)
-    first = min(max(preset.init_scale, policy.min_scale), policy.max_scale)
+    lowest = unsaved.get("min_scale", preset.min_scale)
+    highest = unsaved.get("max_scale", preset.max_scale)
+    first = min(max(preset.init_scale, lowest), highest)
     base = presets.make_dynamic(preset, unsaved | {"init_scale": first})
     kept_policy, kept_state = from_library(library, values, base)
     ours = _comparable(policy, state)

@@ -204,7 +204,8 @@ def _write_flax(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
         "backoff_factor": backoff_factor(policy),
         "growth_interval": policy.growth_interval,
         "minimum_scale": policy.min_scale,
-        "fin_steps": state.good,
+        # It grows exactly at its interval, and shows it before it does.
+        "fin_steps": min(state.good, policy.growth_interval),
         "scale": state.scale,
     }
 

@@ -162,6 +162,7 @@ class Dynamic(_Prepared):
 
     def __post_init__(self) -> None:
         """Check every setting, and keep it as a plain Python number."""
+        growth = checks.above_one("growth_factor", self.growth_factor)
         factor, divisor = self.backoff_factor, self.backoff_divisor
         if factor is not None and divisor is not None:
             message = (
@@ -176,7 +177,7 @@ class Dynamic(_Prepared):
             divisor = checks.above_one("backoff_divisor", divisor)
         checked = {
             "init_scale": checks.scale("init_scale", self.init_scale),
-            "growth_factor": checks.above_one("growth_factor", self.growth_factor),
+            "growth_factor": growth,
             "backoff_factor": factor,
             "growth_interval": checks.count("growth_interval", self.growth_interval),
             "hysteresis": checks.count("hysteresis", self.hysteresis),

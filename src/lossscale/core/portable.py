@@ -10,6 +10,7 @@ truncated, malformed, foreign or of a newer format gives one `StateError` and ch
 nothing. Files are replaced atomically: a kill in the middle leaves the old file whole.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -123,8 +124,20 @@ def save(path: str | os.PathLike[str], policy: Policy, state: ScaleState) -> Non
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Replace a file: the old one stays whole until the new one is on the disk."""
-    target = Path(path)
+    """Replace a file: the old one stays whole until the new one is on the disk.
+
+    A link is followed. What is no file, such as a device or a pipe, is written to.
+
+    Raises:
+        OSError: If it cannot be written, or is a folder.
+    """
+    if Path(path).exists() and not Path(path).is_file():
+        with Path(path).open("w", encoding="utf-8") as file:
+            file.write(text)
+        return
+    target = Path(os.path.realpath(path))
+    if not os.fspath(path) or target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "expected a file", os.fspath(path))
     # Beside the target, since only a rename within a file system is atomic; and not
     # by tempfile, whose files are private, where an ordinary open() follows the umask.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
@@ -190,9 +203,10 @@ def _check_format(portable: Mapping[str, Any]) -> None:
     if written == FORMAT:
         return
     name, _, number = str(written).partition("/")
-    if name == "lossscale" and number.isdecimal() and int(number) > 1:
+    newer = number.isdecimal() and number.lstrip("0") not in ("", "1")
+    if name == "lossscale" and newer:
         message = (
-            f"This state has format {written!r}, this version reads {FORMAT!r}. "
+            f"This state has format {shown(written)}, this version reads {FORMAT!r}. "
             "Upgrade with: pip install --upgrade lossscale"
         )
     else:

@@ -34,7 +34,8 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -
     results = [map_leaves(function, child, name) for name, child in children]
     if isinstance(tree, dict):
         result = copy(tree)  # keeps the kind of dict, an OrderedDict or a defaultdict
-        result.update(zip(tree, results, strict=True))
+        for key, value in zip(tree, results, strict=True):
+            result[key] = value  # not update(): a Counter's adds
         return result
     if hasattr(tree, "_fields"):
         return type(tree)(*results)

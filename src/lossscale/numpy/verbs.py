@@ -74,10 +74,10 @@ def scale(loss: Any, state: ScaleState) -> Any:
 
     def multiply(path: str, leaf: Any) -> Any:
         # A backward pass starts from a plain 1; an integer array is a mistake.
-        if isinstance(leaf, int) and not isinstance(leaf, bool):
-            leaf = np.float64(leaf) if leaf.bit_length() < _LARGEST_BITS else np.inf
-            leaf = np.float32(leaf)
         with np.errstate(all="ignore"):
+            if isinstance(leaf, int) and not isinstance(leaf, bool):
+                # Beyond float64 Python refuses; beyond float32 it is infinite anyway.
+                leaf = np.float32(max(-_BEYOND, min(leaf, _BEYOND)))
             return widened("loss", path, leaf) * state.scale
 
     return trees.map_leaves(multiply, loss)
@@ -140,7 +140,14 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         raise GradientError(message)
     if not isinstance(state.scale, (np.generic, np.ndarray)):
         state = init(policy, state)  # a policy's own first state: Python's float64
-    flags = signal._replace(finite=_flags(signal.finite))
+    finite = _flags(signal.finite)
+    if finite.shape not in ((), np.shape(state.scale)):
+        message = (
+            f"finite must be one boolean, or one for each scale, got "
+            f"{shown(signal.finite)}. Use the signal that unscale returns."
+        )
+        raise GradientError(message)
+    flags = signal._replace(finite=finite)
     with np.errstate(all="ignore"):
         moved = policy.step(state, flags, where=np.where)
     # np.where returns arrays of no dimension; [()] makes scalars of them again.
@@ -187,8 +194,8 @@ def widened(what: str, path: str, leaf: Any) -> npt.NDArray[Any]:
 _WIDTHS = (2, 4, 8)
 """Bytes of float16, float32 and float64."""
 
-_LARGEST_BITS = 1024
-"""Integers of more bits are beyond float64."""
+_BEYOND = 2**200
+"""An integer beyond float32, and within float64."""
 
 
 def _flags(finite: Any) -> npt.NDArray[np.bool_]:
@@ -197,7 +204,8 @@ def _flags(finite: Any) -> npt.NDArray[np.bool_]:
     A step that is taken for finite by mistake is applied, so nothing is guessed: NaN,
     None, text and a whole `Signal` have a truth value in Python, and no meaning here.
     """
-    array = np.asarray(None if isinstance(finite, tuple) else finite)
+    refused = isinstance(finite, (tuple, np.ma.MaskedArray))
+    array = np.asarray(None if refused else finite)
     if array.dtype.kind not in "biuf" or np.isnan(array).any():
         message = f"finite must be one boolean, got {shown(finite)}."
         raise GradientError(message)

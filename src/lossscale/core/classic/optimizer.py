@@ -187,6 +187,9 @@ class LossScaleOptimizer:
 
 
 def _overrides(scale: FixedLossScale | DynamicLossScale) -> bool:
-    """Whether a subclass has an `update` of its own."""
+    """Whether a subclass has an update of its own."""
     original = FixedLossScale if isinstance(scale, FixedLossScale) else DynamicLossScale
-    return type(scale).update is not original.update
+    return any(
+        getattr(type(scale), name) is not getattr(original, name)
+        for name in ("update", "update_from_finite")
+    )
