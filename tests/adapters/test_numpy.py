@@ -76,6 +76,11 @@ def test_losses_beyond_every_format_are_infinite_with_their_sign():
     assert np.float32(np.inf) == ls.scale(10**300, state(1.0))
 
 
+def test_select_wants_one_flag():
+    with pytest.raises(GradientError, match="one boolean"):
+        ls.select(np.array([True, False]), [1], [2])
+
+
 def test_a_flag_that_is_nan_is_refused():
     with pytest.raises(GradientError, match="one boolean"):
         ls.DynamicLossScale().update_from_finite(float("nan"))

@@ -212,6 +212,16 @@ def test_a_newer_state_of_ours_is_told_as_such():
         recognise([1])
 
 
+def test_settings_can_only_come_from_a_dynamic_policy():
+    with pytest.raises(StateError, match="must be a Dynamic"):
+        from_library("torch", TORCH, Fixed(8.0))
+
+
+def test_a_whole_number_may_be_written_as_a_float():
+    _, state = from_library("torch", TORCH | {"_growth_tracker": 3.0})
+    assert ScaleState(8.0, 3, 0) == state
+
+
 def test_a_state_of_nobody_is_not_guessed():
     with pytest.raises(StateError, match="Cannot tell whose state"):
         recognise({"loss": 3})

@@ -10,7 +10,6 @@ truncated, malformed, foreign or of a newer format gives one `StateError` and ch
 nothing. Files are replaced atomically: a kill in the middle leaves the old file whole.
 """
 
-import errno
 import json
 import os
 import secrets
@@ -136,8 +135,6 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
             file.write(text)
         return
     target = Path(os.path.realpath(path))
-    if not os.fspath(path) or target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "expected a file", os.fspath(path))
     # Beside the target, since only a rename within a file system is atomic; and not
     # by tempfile, whose files are private, where an ordinary open() follows the umask.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
