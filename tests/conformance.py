@@ -76,6 +76,17 @@ class Notes:
         self.applied.append([variable for _, variable in grads_and_vars])
 
 
+def sampled(file, first):
+    """Return some random traces whose first scale a policy of ours can start with."""
+    rows = [
+        row
+        for row in read(file)
+        if row["name"].startswith("random")
+        and 1 <= float(row["config"][first]) <= FLOAT32_MAX
+    ]
+    return random.Random(3).sample(rows, 25)
+
+
 class VerbConformance:
     """The five verbs."""
 
@@ -254,27 +265,15 @@ class VerbConformance:
         return states
 
     def test_trajectories_are_those_of_the_recorded_manager(self):
-        rng = random.Random(3)
-        rows = [
-            row
-            for row in read("tensorflow/contrib_exponential.tf1.15.5.eager")
-            if row["name"].startswith("random")
-            and 1 <= float(row["config"]["init_loss_scale"]) <= FLOAT32_MAX
-        ]
-        for row in rng.sample(rows, 25):
+        for row in sampled(
+            "tensorflow/contrib_exponential.tf1.15.5.eager", "init_loss_scale"
+        ):
             policy = recordings.tensorflow_contrib(row["config"])
             expected = list(zip(row["scale"], row["good"], row["bad"], strict=True))
             assert expected == self.trajectory(policy, row["finite"])
 
     def test_division_is_that_of_the_recorded_loss_scale(self):
-        rng = random.Random(4)
-        rows = [
-            row
-            for row in read("tensorflow/dynamic.tf2.3.4.eager")
-            if row["name"].startswith("random")
-            and 1 <= float(row["config"]["initial_loss_scale"]) <= FLOAT32_MAX
-        ]
-        for row in rng.sample(rows, 25):
+        for row in sampled("tensorflow/dynamic.tf2.3.4.eager", "initial_loss_scale"):
             policy = recordings.tensorflow(row["config"])
             scales = [scale for scale, _, _ in self.trajectory(policy, row["finite"])]
             assert row["scale"] == scales

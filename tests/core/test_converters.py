@@ -170,7 +170,7 @@ TORCH = {
             "deepspeed",
             {"cur_scale": 8.0, "cur_iter": 1, "last_overflow_iter": -1}
             | {"consecutive_hysteresis": "False"},
-            "must be true or false",
+            "must be True or False",
         ),
         ([], {}, "No converter"),
     ],

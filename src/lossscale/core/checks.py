@@ -31,17 +31,18 @@ def as_float32(value: float) -> float:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message shows it: at most some 60 characters.
+    """Return a value as a message shows it: at most some 200 characters.
 
     Python refuses to write integers of more than 4,300 digits.
     """
-    if isinstance(value, int) and value.bit_length() > _LONGEST:
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
-_LONGEST = 200
+_MOST_BITS = 200
+_MOST_CHARACTERS = 200
 
 
 def number(name: str, value: Any, expected: str) -> float:

@@ -20,6 +20,7 @@ from lossscale.core.libraries import (
     Pair,
     Values,
     backoff_factor,
+    fitted,
 )
 from lossscale.core.policies import Dynamic, Policy
 from lossscale.core.portable import check_state
@@ -104,10 +105,7 @@ def to_library(library: str, policy: Policy, state: ScaleState) -> Written:
     unsaved = {name: getattr(policy, name) for name in converter.unsaved}
     if unsaved.get("backoff_factor", 0) is None:
         unsaved["backoff_factor"] = backoff_factor(policy)
-    lowest = unsaved.get("min_scale", preset.min_scale)
-    highest = unsaved.get("max_scale", preset.max_scale)
-    first = min(max(preset.init_scale, lowest), highest)
-    base = presets.make_dynamic(preset, unsaved | {"init_scale": first})
+    base = fitted(preset, **unsaved)
     kept_policy, kept_state = from_library(library, values, base)
     ours = _comparable(policy, state)
     theirs = _comparable(kept_policy, kept_state)

@@ -7,15 +7,16 @@ a library does not save come from the policy that the reader is handed.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from numbers import Integral, Real
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, TypeAlias, cast
 
 from lossscale.core import checks
 from lossscale.core.checks import shown
 from lossscale.core.errors import StateError
 from lossscale.core.policies import Dynamic
 from lossscale.core.portable import plain_number
+from lossscale.core.presets import make_dynamic
 from lossscale.core.state import ScaleState
 
 Values: TypeAlias = Mapping[str, Any]
@@ -38,10 +39,7 @@ class Library:
 
 def _number(values: Values, key: str, default: float | None = None) -> float:
     value = plain_number(values.get(key, default))
-    if isinstance(value, bool) or not isinstance(value, Real):
-        message = f"'{key}' must be a number, got {shown(value)}."
-        raise StateError(message)
-    return checks.number(key, value, "a finite float32 number")
+    return checks.number(f"'{key}'", value, "a number (finite, float32)")
 
 
 def _count(values: Values, key: str, default: int | None = None) -> int:
@@ -55,11 +53,7 @@ def _count(values: Values, key: str, default: int | None = None) -> int:
 
 
 def _switch(values: Values, key: str, default: bool) -> bool:
-    value = plain_number(values.get(key, default))
-    if not isinstance(value, bool):
-        message = f"'{key}' must be true or false, got {shown(value)}."
-        raise StateError(message)
-    return value
+    return checks.switch(f"'{key}'", plain_number(values.get(key, default)))
 
 
 def _waiting(policy: Dynamic, state: ScaleState) -> int:
@@ -71,25 +65,24 @@ def _waiting(policy: Dynamic, state: ScaleState) -> int:
     return min(int(state.good), policy.growth_interval - 1)
 
 
-def _with(base: Dynamic, **settings: Any) -> Dynamic:
+def fitted(base: Dynamic, **settings: Any) -> Dynamic:
     """Return the base with other settings, and a first scale that fits the bounds."""
-    if "backoff_factor" in settings or "backoff_divisor" in settings:
-        settings = {"backoff_factor": None, "backoff_divisor": None} | settings
-    bounds = asdict(base) | settings
+    lowest = settings.get("min_scale", base.min_scale)
+    highest = settings.get("max_scale", base.max_scale)
     first = settings.get("init_scale", base.init_scale)
-    first = min(max(first, bounds["min_scale"]), bounds["max_scale"])
-    return replace(base, **settings | {"init_scale": first})
+    first = min(max(first, lowest), highest)
+    return make_dynamic(base, settings | {"init_scale": first})
 
 
 def backoff_factor(policy: Dynamic) -> float:
     """Return the factor that comes nearest to the policy's back-off."""
     if policy.backoff_divisor is not None:
         return 1.0 / policy.backoff_divisor
-    return float(policy.backoff_factor or 0.5)
+    return cast("float", policy.backoff_factor)
 
 
 def _read_torch(values: Values, base: Dynamic) -> Pair:
-    policy = _with(
+    policy = fitted(
         base,
         growth_factor=_number(values, "growth_factor"),
         backoff_factor=_number(values, "backoff_factor"),
@@ -110,7 +103,7 @@ def _write_torch(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
 
 
 def _read_keras(values: Values, base: Dynamic) -> Pair:
-    policy = _with(
+    policy = fitted(
         base,
         init_scale=_number(values, "initial_scale", base.init_scale),
         growth_interval=_count(values, "dynamic_growth_steps", base.growth_interval),
@@ -133,7 +126,7 @@ def _read_tensorflow(values: Values, base: Dynamic) -> Pair:
     first = _number(values, "initial_scale", base.init_scale)
     interval = _count(values, "dynamic_growth_steps", base.growth_interval)
     multiplier = _number(values, "multiplier", base.growth_factor)
-    policy = _with(
+    policy = fitted(
         base,
         init_scale=_number(values, "initial_loss_scale", first),
         growth_interval=_count(values, "increment_period", interval),
@@ -165,7 +158,7 @@ def _write_tf_keras(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
 
 def _read_jmp(values: Values, base: Dynamic) -> Pair:
     factor = _number(values, "factor", base.growth_factor)
-    policy = _with(
+    policy = fitted(
         base,
         growth_interval=_count(values, "period", base.growth_interval),
         growth_factor=factor,
@@ -187,7 +180,7 @@ def _write_jmp(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
 
 
 def _read_flax(values: Values, base: Dynamic) -> Pair:
-    policy = _with(
+    policy = fitted(
         base,
         growth_factor=_number(values, "growth_factor", base.growth_factor),
         backoff_factor=_number(values, "backoff_factor", backoff_factor(base)),
@@ -215,7 +208,7 @@ def _read_deepspeed(values: Values, base: Dynamic) -> Pair:
     factor = _number(values, "scale_factor", base.growth_factor)
     window = _count(values, "scale_window", base.growth_interval)
     hysteresis = _count(values, "delayed_shift", base.hysteresis)
-    policy = _with(
+    policy = fitted(
         base,
         growth_factor=factor,
         backoff_divisor=factor,
