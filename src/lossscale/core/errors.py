@@ -7,6 +7,7 @@
     ├── GradientError         (TypeError)    a gradient, loss or flag of no use
     ├── StructureError        (ValueError)   two nested structures that do not match
     ├── StateError            (ValueError)   a saved state that cannot be used
+    ├── ContextError          (ValueError)   a call from a place where it cannot work
     └── MissingPackageError   (ImportError)  an optional part that is not installed
 
 Each is also the builtin exception that a caller would have caught, so code written
@@ -17,6 +18,10 @@ was expected and what to type.
 
 class LossScaleError(Exception):
     """Base class of every exception that lossscale raises on purpose."""
+
+    # tf.function hands on exceptions of a kind that has no constructor of its own, and
+    # turns others into its StagingError. Without this line that is ValueError's.
+    __init__ = Exception.__init__
 
 
 class SettingError(LossScaleError, ValueError):
@@ -37,6 +42,10 @@ class StructureError(LossScaleError, ValueError):
 
 class StateError(LossScaleError, ValueError):
     """A saved state is malformed, foreign, newer, or cannot be expressed."""
+
+
+class ContextError(LossScaleError, ValueError):
+    """A call came from a place where it cannot work, such as another graph."""
 
 
 class MissingPackageError(LossScaleError, ImportError):

@@ -60,7 +60,8 @@ class _Binding:
     def flag(self, finite: Any) -> np.bool_:
         return verbs.flag(finite)
 
-    def all_finite(self, grads: Any) -> np.bool_:
+    def all_finite(self, grads: Any, *, to_be_summed: bool = False) -> np.bool_:
+        del to_be_summed  # there are no replicas
         checked = trees.map_leaves(
             lambda path, leaf: verbs.widened("gradient", path, leaf), grads
         )
@@ -84,11 +85,24 @@ class _Binding:
         unscaled, _ = verbs.unscale(grads, ScaleState(loss_scale, 0, 0))
         return list(unscaled)
 
+    def across_replicas(
+        self, function: Callable[[list[Any]], Any], gradients: list[Any]
+    ) -> Any:
+        return function(gradients)
+
+    in_each_replica = across_replicas
+
     def transaction(
-        self, permitted: Array, apply: Callable[[], Any], update: Callable[[], Any]
+        self,
+        permitted: Array,
+        apply: Callable[[], Any],
+        skip: Callable[[], Any],
+        update: Callable[[], Any],
     ) -> None:
         if bool(permitted):
             apply()
+        else:
+            skip()
         update()
 
 

@@ -70,8 +70,11 @@ class Binding(Protocol):
         """Return what a user passed as `finite` as a boolean scalar, or raise."""
         ...
 
-    def all_finite(self, grads: Any) -> Array:
-        """Return whether a nest of gradients is finite, as a boolean scalar."""
+    def all_finite(self, grads: Any, *, to_be_summed: bool = False) -> Array:
+        """Return whether a nest of gradients is finite, as a boolean scalar.
+
+        Gradients that are `to_be_summed` over replicas must be finite as a sum too.
+        """
         ...
 
     def update(self, policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
@@ -90,14 +93,31 @@ class Binding(Protocol):
         """Return the gradients divided by the scale; `None` stays `None`."""
         ...
 
-    def transaction(
-        self, permitted: Array, apply: Callable[[], Any], update: Callable[[], Any]
+    def across_replicas(
+        self, function: Callable[[list[Any]], Any], gradients: list[Any]
     ) -> Any:
-        """Run `apply` if permitted, then `update` in any case.
+        """Call `function(gradients)` once for all replicas; without any, just call it.
+
+        What it is given holds the gradients of every replica.
+        """
+        ...
+
+    def in_each_replica(
+        self, function: Callable[[list[Any]], Any], gradients: list[Any]
+    ) -> Any:
+        """The way back: call the function in each replica with its own gradients."""
+        ...
+
+    def transaction(
+        self,
+        permitted: Array,
+        apply: Callable[[], Any],
+        skip: Callable[[], Any],
+        update: Callable[[], Any],
+    ) -> Any:
+        """Run `apply` if permitted, else `skip`; then `update` in any case.
 
         If `apply` raises, `update` does not happen: the scale and the weights move
-        together or not at all. Returns `None`, or an op that does all of it. Under a
-        strategy the two closures are what is merged across replicas and called there;
-        neither may have been called before.
+        together or not at all. Returns `None`, or an op that does all of it.
         """
         ...

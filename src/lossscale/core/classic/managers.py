@@ -40,12 +40,12 @@ class FixedLossScaleManager(LossScaleManager):
             SettingError: If it is below 1, NaN or infinite (a ValueError).
             SettingTypeError: If it is not a number (a TypeError).
         """
-        value = fixed_scale("loss_scale", real_number("loss_scale", loss_scale))
-        self._loss_scale = self._binding.constant(value)
+        self._value = fixed_scale("loss_scale", real_number("loss_scale", loss_scale))
 
     def get_loss_scale(self) -> Array:
         """Return the loss scale as a scalar float32 tensor."""
-        return self._loss_scale
+        # A new tensor each time: one made earlier may belong to another graph.
+        return self._binding.constant(self._value)
 
     def update_loss_scale(self, finite_grads: Any) -> Any:
         """Do nothing, whatever it is given."""

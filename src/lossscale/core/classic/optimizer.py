@@ -2,6 +2,7 @@
 """The optimizer wrapper: scale the loss, unscale the gradients, skip the bad step."""
 
 from collections.abc import Iterable
+from inspect import unwrap
 from typing import Any, ClassVar, Protocol
 
 from lossscale.core import checks
@@ -60,13 +61,7 @@ class LossScaleOptimizer:
         Raises:
             SettingError: If either argument is of another kind (a ValueError).
         """
-        for method in ("compute_gradients", "apply_gradients"):
-            if not callable(getattr(opt, method, None)):
-                message = (
-                    f"opt must be an optimizer with compute_gradients and "
-                    f"apply_gradients, got {opt!r}."
-                )
-                raise SettingError(message)
+        self._check_optimizer(opt)
         self._optimizer = opt
         self._skip_nonfinite = checks.switch("skip_nonfinite", skip_nonfinite)
         self._loss_scale: LossScaleManager | LossScale
@@ -124,16 +119,26 @@ class LossScaleOptimizer:
             **keywords: The same, by name.
         """
         pairs = [(grad, var) for grad, var in grads_and_vars if grad is not None]
+        variables = [variable for _, variable in pairs]
+
+        def apply(gradients: list[Any]) -> Any:
+            own = list(zip(gradients, variables, strict=True))
+            return self._optimizer.apply_gradients(own, *arguments, **keywords)
+
+        def step(gradients: list[Any]) -> Any:
+            finite = self._binding.all_finite(gradients, to_be_summed=True)
+            permitted, update = self._decide(finite, gradients)
+            if self._skip_nonfinite:
+                permitted = permitted & finite
+            return self._binding.transaction(
+                permitted,
+                lambda: self._binding.in_each_replica(apply, gradients),
+                lambda: self._skip(*arguments, **keywords),
+                update,
+            )
+
         gradients = [gradient for gradient, _ in pairs]
-        finite = self._binding.all_finite(gradients)
-        permitted, update = self._decide(finite, gradients)
-        if self._skip_nonfinite:
-            permitted = permitted & finite
-        return self._binding.transaction(
-            permitted,
-            lambda: self._optimizer.apply_gradients(pairs, *arguments, **keywords),
-            update,
-        )
+        return self._binding.across_replicas(step, gradients)
 
     def minimize(
         self,
@@ -159,6 +164,19 @@ class LossScaleOptimizer:
         return self.apply_gradients(
             pairs, **{key: value for key, value in given.items() if value is not None}
         )
+
+    def _check_optimizer(self, opt: Any) -> None:
+        """Raise if this is nothing that can be wrapped."""
+        for method in ("compute_gradients", "apply_gradients"):
+            if not callable(getattr(opt, method, None)):
+                message = (
+                    f"opt must be an optimizer with compute_gradients and "
+                    f"apply_gradients, got {opt!r}."
+                )
+                raise SettingError(message)
+
+    def _skip(self, *arguments: Any, **keywords: Any) -> Any:
+        """Do what a skipped step does in place of applying: nothing."""
 
     def _current(self) -> Array:
         """Return the scale to use in this step."""
@@ -190,6 +208,7 @@ def _overrides(scale: FixedLossScale | DynamicLossScale) -> bool:
     """Whether a subclass has an update of its own."""
     original = FixedLossScale if isinstance(scale, FixedLossScale) else DynamicLossScale
     return any(
-        getattr(type(scale), name) is not getattr(original, name)
+        # A framework's decorator around our own method does not make it another.
+        unwrap(getattr(type(scale), name)) is not getattr(original, name)
         for name in ("update", "update_from_finite")
     )

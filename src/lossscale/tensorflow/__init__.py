@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TensorFlow adapter: the five verbs and the classic classes, alive again.
+
+Rooms: `verbs.py` (the five verbs), `leaves.py` (one gradient of any kind),
+`measurements.py`, `binding.py` (variables and graphs), `replicas.py` (distribution
+strategies), `classic.py` (managers and loss scales), `optimizer.py` (the wrapper) and
+`inner.py` (what it wraps). It imports the core and TensorFlow, and no other adapter.
+"""
+
+from lossscale.tensorflow.classic import (
+    DynamicLossScale,
+    ExponentialUpdateLossScaleManager,
+    FixedLossScale,
+    FixedLossScaleManager,
+    LossScale,
+    LossScaleManager,
+    get,
+)
+from lossscale.tensorflow.optimizer import (
+    LossScaleOptimizer,
+    MixedPrecisionLossScaleOptimizer,
+)
+from lossscale.tensorflow.verbs import init, scale, select, unscale, update
+
+__all__ = [
+    "DynamicLossScale",
+    "ExponentialUpdateLossScaleManager",
+    "FixedLossScale",
+    "FixedLossScaleManager",
+    "LossScale",
+    "LossScaleManager",
+    "LossScaleOptimizer",
+    "MixedPrecisionLossScaleOptimizer",
+    "get",
+    "init",
+    "scale",
+    "select",
+    "unscale",
+    "update",
+]

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What TensorFlow lends to the classic classes: variables, graphs and replicas.
+
+Eagerly everything happens at once. In a graph, a TF1 graph as well as one that
+`tf.function` traces, every change is an op, and one that must come after another
+waits for it by a control dependency.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale.core import classic, trees
+from lossscale.core.errors import ContextError
+from lossscale.core.policies import Policy
+from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.tensorflow import leaves, replicas, verbs
+
+
+class _Cell:
+    """A state kept in `tf.Variable`s, which belong to the graph they were made in."""
+
+    def __init__(self, owner: str, variables: list[Any]) -> None:
+        self._owner = owner
+        self.variables = variables
+        self._graph = _graph()
+
+    def read(self) -> ScaleState:
+        """Return the current values as tensors; no `bad` variable reads as 0."""
+        self._check_graph()
+        values = [tf.convert_to_tensor(variable) for variable in self.variables]
+        missing = [tf.constant(0, tf.int32)] * (len(ScaleState._fields) - len(values))
+        return ScaleState(*values, *missing)
+
+    def shown(self) -> ScaleState | None:
+        """Return the current values for `repr`; in a graph they cannot be read."""
+        if self._graph is not None or not tf.executing_eagerly():
+            return None
+        return ScaleState(*(value.numpy().item() for value in self.read()))
+
+    def assign(self, state: ScaleState) -> Any:
+        """Store new values; in a graph, return the op that does."""
+        pairs = zip(self.variables, state, strict=False)
+        assigned = [variable.assign(value) for variable, value in pairs]
+        return None if tf.executing_eagerly() else _group(assigned)
+
+    def _check_graph(self) -> None:
+        if _graph() is self._graph:
+            return
+        made = "eagerly" if self._graph is None else "in another graph"
+        message = (
+            f"This {self._owner} was made {made}: its variables cannot be used here. "
+            "Make it in the graph it is used in, inside the same `with "
+            "graph.as_default()` (in an Estimator: inside model_fn)."
+        )
+        raise ContextError(message)
+
+
+class _Binding:
+    """The methods that the framework-free bodies call."""
+
+    def cell(
+        self,
+        owner: Any,
+        state: ScaleState,
+        scale: classic.Variable,
+        good: classic.Variable,
+        bad: classic.Variable | None,
+    ) -> _Cell:
+        name = type(owner).__name__
+        if not tf.executing_eagerly() and _graph() is None:
+            message = (
+                f"A {name} cannot be made inside a tf.function: its variables must "
+                "outlive the call. Make it outside, and use it inside."
+            )
+            raise ContextError(message)
+        variables = []
+        for kind, value in zip((scale, good, bad), state, strict=True):
+            if kind is None:
+                continue
+            variable = tf.Variable(
+                tf.constant(value, kind.dtype),
+                trainable=False,
+                name=kind.name,
+                dtype=kind.dtype,
+            )
+            # The attribute is what checkpoints find it by.
+            setattr(owner, kind.name, variable)
+            variables.append(variable)
+        return _Cell(name, variables)
+
+    def constant(self, value: float) -> Array:
+        return tf.constant(value, tf.float32)
+
+    def check_context(self, method: str) -> None:
+        replicas.check_all_here(method)
+
+    def flag(self, finite: Any) -> Array:
+        if isinstance(finite, tf.distribute.DistributedValues):
+            return replicas.agreed(finite)
+        return verbs.flag(finite)
+
+    def all_finite(self, grads: Any, *, to_be_summed: bool = False) -> Array:
+        if not replicas.are_all_here():
+            check = partial(leaves.checked, "gradient")
+            grads = trees.map_leaves(check, grads)
+        return replicas.all_finite(grads, to_be_summed=to_be_summed)
+
+    def update(self, policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
+        return verbs.update(policy, state, signal)
+
+    def nothing(self) -> Any:
+        return None if tf.executing_eagerly() else tf.no_op()
+
+    def scale_loss(self, loss: Any, loss_scale: Array) -> Any:
+        state = ScaleState(loss_scale, 0, 0)
+        return (
+            (lambda: verbs.scale(loss(), state))
+            if callable(loss)
+            else verbs.scale(loss, state)
+        )
+
+    def unscale(self, grads: list[Any], loss_scale: Array) -> list[Any]:
+        unscaled, _ = verbs.unscale(grads, ScaleState(loss_scale, 0, 0))
+        return list(unscaled)
+
+    def across_replicas(
+        self, function: Callable[[list[Any]], Any], gradients: list[Any]
+    ) -> Any:
+        return replicas.merge(function, gradients)
+
+    def in_each_replica(
+        self, function: Callable[[list[Any]], Any], gradients: list[Any]
+    ) -> Any:
+        return replicas.spread(function, gradients)
+
+    def transaction(
+        self,
+        permitted: Array,
+        apply: Callable[[], Any],
+        skip: Callable[[], Any],
+        update: Callable[[], Any],
+    ) -> Any:
+        if tf.executing_eagerly():
+            if bool(permitted):
+                apply()
+            else:
+                skip()
+            update()
+            return None
+        applied = tf.cond(permitted, lambda: _after(apply()), lambda: _after(skip()))
+        with tf.control_dependencies([applied]):
+            return _group([applied, update()])
+
+
+BINDING = _Binding()
+
+
+def _graph() -> Any:
+    """Return the graph that variables made here belong to; `None` is eager mode.
+
+    Inside a `tf.function` that is the world around it.
+    """
+    with tf.init_scope():
+        return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def _group(results: Any) -> Any:
+    """Return one op that runs everything in a nest that can be run."""
+    return tf.group(*_runnable(results))
+
+
+def _after(results: Any) -> Array:
+    """Return a tensor that is there once everything in a nest has run."""
+    with tf.control_dependencies(_runnable(results)):
+        return tf.constant(True)
+
+
+def _runnable(results: Any) -> list[Any]:
+    """Return the ops and tensors in a nest; optimizers return all kinds of things."""
+    flat = tf.nest.flatten(results)
+    return [x for x in flat if isinstance(x, tf.Operation) or tf.is_tensor(x)]

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers to wrap: TensorFlow 1's, and Keras's of either generation.
+
+TensorFlow 1's compute gradients and count steps in a `global_step` they are given.
+Keras's (Keras 3, tf_keras and its legacy ones) take gradients from a tape and count
+in `iterations`. Here both look like TensorFlow 1's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale.core.errors import SettingError
+
+
+def check(opt: Any) -> None:
+    """Raise if this is nothing that can be wrapped."""
+    needed = ["apply_gradients"] if is_keras(opt) else ["compute_gradients"]
+    if not all(callable(getattr(opt, method, None)) for method in needed):
+        message = (
+            "opt must be an optimizer of tf.compat.v1.train, Keras or tf_keras, got "
+            f"{opt!r}."
+        )
+        raise SettingError(message)
+    # Keras's own wrappers unscale, or skip, a second time.
+    if is_keras(opt) and hasattr(opt, "inner_optimizer"):
+        message = (
+            f"opt scales its loss already ({type(opt).__name__}). Pass the optimizer "
+            "inside it: opt.inner_optimizer."
+        )
+        raise SettingError(message)
+    if getattr(opt, "loss_scale_factor", None) is not None:
+        message = (
+            f"opt has loss_scale_factor={opt.loss_scale_factor!r} and would divide the "
+            "gradients once more. Set it to None; this wrapper scales the loss."
+        )
+        raise SettingError(message)
+
+
+def is_keras(opt: Any) -> bool:
+    """Whether an optimizer counts its own steps, as all of Keras's do."""
+    return hasattr(opt, "iterations")
+
+
+def name(opt: Any) -> str:
+    """Return the name of an optimizer."""
+    getter = getattr(opt, "get_name", None)
+    return str(getter() if callable(getter) else getattr(opt, "name", "LossScale"))
+
+
+def variables(opt: Any) -> list[Any]:
+    """Return the variables of an optimizer; some have a method, some a list."""
+    found = getattr(opt, "variables", [])
+    return list(found() if callable(found) else found)
+
+
+def build(opt: Any, var_list: list[Any]) -> None:
+    """Create the optimizer's variables now: the branch of a `tf.cond` is too late."""
+    if not is_keras(opt):
+        return  # TensorFlow 1's lift theirs out of any branch
+    with tf.init_scope():
+        if callable(getattr(opt, "_create_all_weights", None)):  # tf_keras's legacy
+            opt._create_all_weights(var_list)  # noqa: SLF001
+        elif not getattr(opt, "built", False) and not getattr(opt, "_built", False):
+            opt.build(var_list)
+
+
+def gradients(
+    loss: Callable[[], Any], var_list: Any, tape: Any = None
+) -> list[tuple[Any, Any]]:
+    """Return pairs of gradient and variable of a loss, by a tape.
+
+    Args:
+        loss: Returns the loss; what it does is recorded.
+        var_list: The variables, or a callable that returns them after the loss.
+        tape: One that has recorded what came before, if anything did.
+    """
+    with tape or tf.GradientTape() as recording:
+        value = loss()
+    if var_list is None:
+        var_list = recording.watched_variables()
+    listed = list(var_list() if callable(var_list) else var_list)
+    found = recording.gradient(value, [as_tensorflow(variable) for variable in listed])
+    return list(zip(found, listed, strict=True))
+
+
+def as_tensorflow(variable: Any) -> Any:
+    """Return the `tf.Variable` inside a variable of Keras 3."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def advance(counter: Any) -> Any:
+    """Count a step that was skipped; returns an op in a graph."""
+    return counter.assign_add(tf.constant(1, counter.dtype))

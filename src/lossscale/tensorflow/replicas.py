@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one replica to all of them and back, under a `tf.distribute` strategy.
+
+A training step runs in each replica; the loss scale is one for all of them. So what
+concerns the scale is done in *cross-replica* context, where the gradients of every
+replica are at hand, and what concerns the weights goes back into each replica, where
+optimizers expect to be. Without a strategy there is nothing to do.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale.core.errors import ContextError
+from lossscale.core.state import Array
+from lossscale.tensorflow import verbs
+
+
+def are_all_here() -> bool:
+    """Whether this is the cross-replica context of a strategy."""
+    return bool(
+        tf.distribute.has_strategy() and tf.distribute.in_cross_replica_context()
+    )
+
+
+def is_one_of_them() -> bool:
+    """Whether this is the replica context of a strategy."""
+    return bool(tf.distribute.has_strategy() and not are_all_here())
+
+
+def check_all_here(method: str) -> None:
+    """Raise, saying what to do, when called from inside one replica."""
+    if is_one_of_them():
+        message = (
+            f"{method}() was called in replica context, inside strategy.run; the loss "
+            "scale is one for all replicas. Use a LossScaleOptimizer, or merge first: "
+            "tf.distribute.get_replica_context().merge_call(lambda strategy, grads: "
+            f"loss_scale.{method}(grads), args=(grads,))."
+        )
+        raise ContextError(message)
+
+
+def check_is_one(method: str) -> None:
+    """Raise, saying what to do, when called across replicas."""
+    if are_all_here():
+        message = (
+            f"{method}() was called in cross-replica context; gradients are applied in "
+            "each replica. Call it inside strategy.run(step)."
+        )
+        raise ContextError(message)
+
+
+def merge(function: Callable[[list[Any]], Any], gradients: list[Any]) -> Any:
+    """Call a function once, with the gradients of all replicas."""
+    if not is_one_of_them():
+        return function(gradients)
+    return tf.distribute.get_replica_context().merge_call(
+        lambda _, merged: function(merged), args=(gradients,)
+    )
+
+
+def spread(function: Callable[[list[Any]], Any], gradients: list[Any]) -> Any:
+    """Call a function in each replica, with that replica's own gradients."""
+    if not are_all_here():
+        return function(gradients)
+    strategy = tf.distribute.get_strategy()
+    results = strategy.extended.call_for_each_replica(function, args=(gradients,))
+    return None if tf.executing_eagerly() else strategy.group(results)
+
+
+def all_finite(grads: Any, *, to_be_summed: bool) -> Array:
+    """Return whether the gradients of every replica are finite."""
+    if not are_all_here():
+        return verbs.all_finite(grads)
+    strategy = tf.distribute.get_strategy()
+    addends = strategy.num_replicas_in_sync if to_be_summed else 1
+    return agreed(
+        strategy.extended.call_for_each_replica(
+            lambda own: verbs.all_finite(own, addends), args=(grads,)
+        )
+    )
+
+
+def agreed(finite: Any) -> Array:
+    """Return whether all replicas, those of other workers too, say finite."""
+    strategy = tf.distribute.get_strategy()
+    # A sum of float32 is what every strategy can reduce, on every device.
+    bad = strategy.extended.call_for_each_replica(
+        lambda own: tf.cast(tf.logical_not(verbs.flag(own)), tf.float32), args=(finite,)
+    )
+    return tf.equal(strategy.reduce(tf.distribute.ReduceOp.SUM, bad, axis=None), 0)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The five verbs on TensorFlow's tensors: eager, in graphs, in `tf.function`, in XLA.
+
+    init(policy)                    the first state, as tensors
+    scale(loss, state)              the loss times the scale, in float32
+    unscale(grads, state)           the gradients divided by it, and what was seen
+    update(policy, state, signal)   the state after the step
+    select(finite, new, old)        the new values, or the old ones on a bad step
+
+The rule is not restated here: `update` lends `tf.where` to the policy.
+
+Losses and gradients are nests of dict, list, tuple and NamedTuple; `None` passes
+through. Leaves are float16, bfloat16, float32 or float64 tensors, `tf.IndexedSlices`
+(which stay sparse) or `tf.RaggedTensor`. Nothing here asks a device for a value.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale.core import trees
+from lossscale.core.checks import shown
+from lossscale.core.errors import GradientError, StructureError
+from lossscale.core.policies import Policy
+from lossscale.core.portable import check_state
+from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.tensorflow import leaves
+from lossscale.tensorflow.autograph import unconverted
+from lossscale.tensorflow.measurements import measured, wanted
+
+
+@unconverted
+def init(policy: Policy, state: ScaleState | None = None) -> ScaleState:
+    """Return the first state of a policy, as float32, int32 and int32 tensors.
+
+    Args:
+        policy: Any policy.
+        state: A state to go on from, such as one that `from_portable` returned.
+
+    Raises:
+        StateError: If the state is not one that the policy can go on from.
+
+    Example:
+        >>> import lossscale, lossscale.tensorflow as ls
+        >>> float(ls.init(lossscale.Dynamic()).scale)
+        65536.0
+    """
+    first = policy.init() if state is None else check_state(policy, state)
+    return ScaleState(
+        tf.constant(first.scale, tf.float32),
+        tf.constant(first.good, tf.int32),
+        tf.constant(first.bad, tf.int32),
+    )
+
+
+@unconverted
+def scale(loss: Any, state: ScaleState) -> Any:
+    """Return the loss times the scale, in float32 (float64 stays float64).
+
+    A float16 loss is widened first: 65504 is float16's largest number.
+
+    Raises:
+        GradientError: If a loss is not a floating-point number.
+
+    Example:
+        >>> import tensorflow as tf, lossscale, lossscale.tensorflow as ls
+        >>> float(ls.scale(tf.constant(2.0), ls.init(lossscale.Fixed(1024.0))))
+        2048.0
+    """
+
+    def multiply(path: str, leaf: Any) -> Any:
+        # A backward pass starts from a plain 1; an integer tensor is a mistake.
+        if isinstance(leaf, int) and not isinstance(leaf, bool):
+            leaf = tf.constant(leaf, tf.float32)
+        wide = leaves.widened(leaves.checked("loss", path, leaf))
+        return leaves.multiplied(wide, state.scale)
+
+    return trees.map_leaves(multiply, loss)
+
+
+@unconverted
+def unscale(
+    grads: Any, state: ScaleState, *, measure: Iterable[str] = ()
+) -> tuple[Any, Signal]:
+    """Multiply gradients by 1 / scale, and say whether all of them are finite.
+
+    float16 and bfloat16 gradients become float32, where small ones do not vanish
+    again; float64 stays float64. `Signal.finite` looks at the result: an infinity
+    stays one when it is unscaled, and a finite gradient may become one.
+
+    Args:
+        grads: A nest of scaled gradients.
+        state: The state whose scale was used for the loss.
+        measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
+            "zero_share" and "subnormal_share".
+
+    Raises:
+        GradientError: If a gradient is not floating-point.
+
+    Example:
+        >>> import tensorflow as tf, lossscale, lossscale.tensorflow as ls
+        >>> state = ls.init(lossscale.Fixed(4.0))
+        >>> grads, signal = ls.unscale({"w": tf.constant([8.0, 4.0])}, state)
+        >>> grads["w"].numpy().tolist(), bool(signal.finite)
+        ([2.0, 1.0], True)
+    """
+    names = wanted(measure)
+    inverse = 1.0 / tf.convert_to_tensor(state.scale, tf.float32)
+    scaled = trees.map_leaves(partial(leaves.checked, "gradient"), grads)
+    unscaled = trees.map_leaves(
+        lambda _, leaf: leaves.multiplied(leaves.widened(leaf), inverse), scaled
+    )
+    signal = Signal(finite=all_finite(unscaled))
+    if names:
+        signal = signal._replace(**measured(scaled, unscaled, names))
+    return unscaled, signal
+
+
+@unconverted
+def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
+    """Return the state after a step; its tensors keep their dtypes.
+
+    Raises:
+        GradientError: If `signal` is not a `Signal`, or its flag is not boolean.
+
+    Example:
+        >>> import lossscale, lossscale.tensorflow as ls
+        >>> policy = lossscale.Dynamic()
+        >>> state = ls.update(policy, ls.init(policy), lossscale.Signal(finite=False))
+        >>> float(state.scale)
+        32768.0
+    """
+    if not isinstance(signal, Signal):
+        message = f"signal must be a Signal, such as unscale returns; got {signal!r}."
+        raise GradientError(message)
+    if not tf.is_tensor(state.scale):
+        state = init(policy, state)  # a policy's own first state: Python numbers
+    before = ScaleState(*map(tf.convert_to_tensor, state))
+    finite = _booleans(signal.finite)
+    if not any(map(finite.shape.is_compatible_with, ((), before.scale.shape))):
+        message = (
+            "finite must be one boolean, or one for each scale, got "
+            f"{shown(signal.finite)}. Use the signal that unscale returns."
+        )
+        raise GradientError(message)
+    after = policy.step(before, signal._replace(finite=finite), where=_where)
+    pairs = zip(after, before, strict=True)
+    return ScaleState(*(tf.cast(new, old.dtype) for new, old in pairs))
+
+
+@unconverted
+def select(finite: Any, new: Any, old: Any) -> Any:
+    """Return `new` if the step was finite, else `old`.
+
+    Args:
+        finite: One boolean: `signal.finite`, not the signal.
+        new: A nest of tensors.
+        old: A nest of the same shape.
+
+    Raises:
+        GradientError: If `finite` is anything but one boolean.
+        StructureError: If the two are not nests of the same shape.
+
+    Example:
+        >>> import tensorflow as tf, lossscale.tensorflow as ls
+        >>> new, old = {"step": tf.constant(7)}, {"step": tf.constant(6)}
+        >>> int(ls.select(False, new, old)["step"])
+        6
+    """
+    applied = flag(finite)
+    trees.check_same_structure(new, old)
+    others = dict(trees.leaves(old))
+    return trees.map_leaves(
+        lambda path, leaf: _choose(path, applied, leaf, others[path]), new
+    )
+
+
+def flag(finite: Any) -> Array:
+    """Return one flag as a boolean scalar tensor; anything else is an error."""
+    flags = _booleans(finite)
+    if flags.shape.num_elements() not in (1, None):
+        message = f"finite must be one boolean, got {shown(finite)}."
+        raise GradientError(message)
+    return flags if flags.shape.rank == 0 else tf.reshape(flags, ())
+
+
+def all_finite(grads: Any, replicas: int = 1) -> Array:
+    """Return whether every leaf is finite; a nest without leaves is."""
+    flags = [leaves.is_finite(leaf, replicas) for _, leaf in trees.leaves(grads)]
+    return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
+
+
+def _booleans(finite: Any) -> Array:
+    """Return flags as a boolean tensor; what has no meaning as a flag is an error.
+
+    A step that is taken for finite by mistake is applied, so nothing is guessed: NaN,
+    None, text and a whole `Signal` have a truth value in Python, and no meaning here.
+    """
+    tensor: Any = None
+    if not isinstance(finite, (tuple, str, bytes, type(None))):
+        try:
+            tensor = tf.convert_to_tensor(finite)
+        except (TypeError, ValueError):
+            tensor = None
+    is_number = tensor is not None and (
+        tensor.dtype.is_bool or tensor.dtype.is_integer or tensor.dtype.is_floating
+    )
+    if not is_number or (not tf.is_tensor(finite) and _has_nan(tensor)):
+        message = f"finite must be one boolean, got {shown(finite)}."
+        raise GradientError(message)
+    if tensor.dtype.is_bool:
+        return tensor
+    # A NaN that is known only when the graph runs counts as not finite.
+    # tf.equal and not ==, which compares objects in a graph of TensorFlow 1.
+    return tf.logical_and(tf.not_equal(tensor, 0), tf.equal(tensor, tensor))
+
+
+def _has_nan(constant: Array) -> bool:
+    """Whether there is a NaN in a constant, also in that of a graph."""
+    values = tf.get_static_value(constant)
+    return bool((values != values).any())  # noqa: PLR0124
+
+
+def _where(condition: Array, first: Array, second: Array) -> Array:
+    """Select as `tf.where` does; a Python number takes the dtype of the other."""
+    if tf.is_tensor(first):
+        return tf.where(condition, first, tf.cast(second, first.dtype))
+    if tf.is_tensor(second):
+        return tf.where(condition, tf.cast(first, second.dtype), second)
+    return tf.where(condition, first, second)
+
+
+def _choose(path: str, applied: Array, new: Any, old: Any) -> Any:
+    """Return one of two leaves; the other's NaN does not matter."""
+    if isinstance(new, (tf.IndexedSlices, tf.RaggedTensor, tf.SparseTensor)):
+        if tf.executing_eagerly():
+            return new if bool(applied) else old
+        return tf.cond(applied, lambda: new, lambda: old)
+    new, old = tf.convert_to_tensor(new), tf.convert_to_tensor(old)
+    if new.dtype != old.dtype or not new.shape.is_compatible_with(old.shape):
+        message = (
+            f"The two leaves at {path or 'the top'} differ: {new.dtype.name} "
+            f"{new.shape} against {old.dtype.name} {old.shape}."
+        )
+        raise StructureError(message)
+    return tf.where(applied, new, old)

@@ -1,0 +1,37 @@
+"""The conformance suite on TensorFlow: eager, in tf.function and in XLA."""
+
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed")
+
+import numpy as np  # noqa: E402
+from conformance import (  # noqa: E402
+    ClassicConformance,
+    Framework,
+    VerbConformance,
+)
+
+import lossscale.tensorflow as ls  # noqa: E402
+
+EAGER = Framework(module=ls, array=tf.constant, numpy=np.asarray)
+
+
+def compiled(**options):
+    return Framework(
+        module=ls,
+        array=tf.constant,
+        numpy=np.asarray,
+        compile=lambda function: tf.function(function, **options),
+    )
+
+
+class TestEager(VerbConformance, ClassicConformance):
+    framework = EAGER
+
+
+class TestFunction(VerbConformance):
+    framework = compiled()
+
+
+class TestXla(VerbConformance):
+    framework = compiled(jit_compile=True)
