@@ -180,5 +180,5 @@ def _after(results: Any) -> Array:
 
 def _runnable(results: Any) -> list[Any]:
     """Return the ops and tensors in a nest; optimizers return all kinds of things."""
-    flat = tf.nest.flatten(results)
-    return [x for x in flat if isinstance(x, tf.Operation) or tf.is_tensor(x)]
+    kinds = tf.Operation, tf.Tensor, tf.Variable
+    return [x for x in tf.nest.flatten(results) if isinstance(x, kinds)]

@@ -16,8 +16,8 @@ from lossscale.core.errors import SettingError
 
 def check(opt: Any) -> None:
     """Raise if this is nothing that can be wrapped."""
-    needed = ["apply_gradients"] if is_keras(opt) else ["compute_gradients"]
-    if not all(callable(getattr(opt, method, None)) for method in needed):
+    method = "apply_gradients" if is_keras(opt) else "compute_gradients"
+    if isinstance(opt, type) or not callable(getattr(opt, method, None)):
         message = (
             "opt must be an optimizer of tf.compat.v1.train, Keras or tf_keras, got "
             f"{opt!r}."

@@ -48,9 +48,7 @@ def measured(grads: Any, unscaled: Any, names: frozenset[str]) -> dict[str, Arra
             ),
             number,
         ),
-        "zero_share": lambda: _share(
-            [tf.equal(_magnitude(x), 0) for x in scaled], size
-        ),
+        "zero_share": lambda: _share([_magnitude(x) < 1 for x in scaled], size),
         "subnormal_share": lambda: _share([_subnormal(x) for x in scaled], size),
     }
     return {name: measures[name]() for name in sorted(names)}

@@ -222,6 +222,21 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
         """
         return [name for name in super().__dir__() if name != "get_slot_names"]
 
+    def _trackable_children(
+        self, save_type: str = "checkpoint", **keywords: Any
+    ) -> dict[str, Any]:
+        """Return what is saved with this optimizer.
+
+        TensorFlow cannot load a SavedModel with the slots of an optimizer of
+        TensorFlow 1. There they go as plain variables, which a step can use as well.
+        """
+        children: dict[str, Any] = super()._trackable_children(save_type, **keywords)
+        if save_type == "savedmodel" and not inner.is_keras(self._optimizer):
+            children.pop("base_optimizer", None)
+            for index, variable in enumerate(inner.variables(self._optimizer)):
+                children[f"optimizer_variable_{index}"] = variable
+        return children
+
     def _check_optimizer(self, opt: Any) -> None:
         inner.check(opt)
 
