@@ -53,6 +53,8 @@ $(VENV)/demo.stamp: pyproject.toml constraints.txt $(VENV)/created.stamp
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp
 	$(PIP) --group tests --group frameworks
+	# It asks for the tensorflow with CUDA; tensorflow-cpu is the same module.
+	$(PIP) --no-deps tf-keras
 	touch $@
 
 $(VENV)/check.stamp: $(VENV)/demo.stamp

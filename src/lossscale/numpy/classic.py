@@ -85,10 +85,8 @@ class _Binding:
         unscaled, _ = verbs.unscale(grads, ScaleState(loss_scale, 0, 0))
         return list(unscaled)
 
-    def across_replicas(
-        self, function: Callable[[list[Any]], Any], gradients: list[Any]
-    ) -> Any:
-        return function(gradients)
+    def across_replicas(self, function: Callable[..., Any], *lists: list[Any]) -> Any:
+        return function(*lists)
 
     in_each_replica = across_replicas
 

@@ -103,9 +103,6 @@ class _Binding:
         return verbs.flag(finite)
 
     def all_finite(self, grads: Any, *, to_be_summed: bool = False) -> Array:
-        if not replicas.are_all_here():
-            check = partial(leaves.checked, "gradient")
-            grads = trees.map_leaves(check, grads)
         return replicas.all_finite(grads, to_be_summed=to_be_summed)
 
     def update(self, policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
@@ -123,18 +120,15 @@ class _Binding:
         )
 
     def unscale(self, grads: list[Any], loss_scale: Array) -> list[Any]:
-        unscaled, _ = verbs.unscale(grads, ScaleState(loss_scale, 0, 0))
-        return list(unscaled)
+        # Whether they are finite is asked when they are applied.
+        checked = trees.map_leaves(partial(leaves.checked, "gradient"), grads)
+        return list(verbs.divided(checked, loss_scale))
 
-    def across_replicas(
-        self, function: Callable[[list[Any]], Any], gradients: list[Any]
-    ) -> Any:
-        return replicas.merge(function, gradients)
+    def across_replicas(self, function: Callable[..., Any], *lists: list[Any]) -> Any:
+        return replicas.merge(function, *lists)
 
-    def in_each_replica(
-        self, function: Callable[[list[Any]], Any], gradients: list[Any]
-    ) -> Any:
-        return replicas.spread(function, gradients)
+    def in_each_replica(self, function: Callable[..., Any], *lists: list[Any]) -> Any:
+        return replicas.spread(function, *lists)
 
     def transaction(
         self,

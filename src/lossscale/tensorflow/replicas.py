@@ -8,13 +8,15 @@ optimizers expect to be. Without a strategy there is nothing to do.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
+from lossscale.core import trees
 from lossscale.core.errors import ContextError
 from lossscale.core.state import Array
-from lossscale.tensorflow import verbs
+from lossscale.tensorflow import leaves, verbs
 
 
 def are_all_here() -> bool:
@@ -51,35 +53,37 @@ def check_is_one(method: str) -> None:
         raise ContextError(message)
 
 
-def merge(function: Callable[[list[Any]], Any], gradients: list[Any]) -> Any:
-    """Call a function once, with the gradients of all replicas."""
+def merge(function: Callable[..., Any], *lists: list[Any]) -> Any:
+    """Call a function once, with the gradients and variables of all replicas."""
     if not is_one_of_them():
-        return function(gradients)
+        return function(*lists)
     return tf.distribute.get_replica_context().merge_call(
-        lambda _, merged: function(merged), args=(gradients,)
+        lambda _, *merged: function(*merged), args=lists
     )
 
 
-def spread(function: Callable[[list[Any]], Any], gradients: list[Any]) -> Any:
-    """Call a function in each replica, with that replica's own gradients."""
+def spread(function: Callable[..., Any], *lists: list[Any]) -> Any:
+    """Call a function in each replica, with that replica's own part of the lists."""
     if not are_all_here():
-        return function(gradients)
+        return function(*lists)
     strategy = tf.distribute.get_strategy()
-    results = strategy.extended.call_for_each_replica(function, args=(gradients,))
+    results = strategy.extended.call_for_each_replica(function, args=lists)
     return None if tf.executing_eagerly() else strategy.group(results)
 
 
 def all_finite(grads: Any, *, to_be_summed: bool) -> Array:
     """Return whether the gradients of every replica are finite."""
-    if not are_all_here():
-        return verbs.all_finite(grads)
+
+    def own_finite(own: Any) -> Array:
+        checked = trees.map_leaves(partial(leaves.checked, "gradient"), own)
+        return verbs.all_finite(checked, addends)
+
     strategy = tf.distribute.get_strategy()
     addends = strategy.num_replicas_in_sync if to_be_summed else 1
-    return agreed(
-        strategy.extended.call_for_each_replica(
-            lambda own: verbs.all_finite(own, addends), args=(grads,)
-        )
-    )
+    if not are_all_here():
+        return own_finite(grads)
+    flags = strategy.extended.call_for_each_replica(own_finite, args=(grads,))
+    return agreed(flags)
 
 
 def agreed(finite: Any) -> Array:

@@ -107,11 +107,8 @@ def unscale(
         ([2.0, 1.0], True)
     """
     names = wanted(measure)
-    inverse = 1.0 / tf.convert_to_tensor(state.scale, tf.float32)
     scaled = trees.map_leaves(partial(leaves.checked, "gradient"), grads)
-    unscaled = trees.map_leaves(
-        lambda _, leaf: leaves.multiplied(leaves.widened(leaf), inverse), scaled
-    )
+    unscaled = divided(scaled, state.scale)
     signal = Signal(finite=all_finite(unscaled))
     if names:
         signal = signal._replace(**measured(scaled, unscaled, names))
@@ -174,6 +171,14 @@ def select(finite: Any, new: Any, old: Any) -> Any:
     others = dict(trees.leaves(old))
     return trees.map_leaves(
         lambda path, leaf: _choose(path, applied, leaf, others[path]), new
+    )
+
+
+def divided(grads: Any, loss_scale: Array) -> Any:
+    """Return checked gradients times 1 / scale, without looking at the result."""
+    inverse = 1.0 / tf.convert_to_tensor(loss_scale, tf.float32)
+    return trees.map_leaves(
+        lambda _, leaf: leaves.multiplied(leaves.widened(leaf), inverse), grads
     )
 
 

@@ -14,7 +14,7 @@ from helpers.tensorflow_optimizers import MOMENTUM, OPTIMIZERS, value  # noqa: E
 from helpers.tensorflow_optimizers import variable as make_variable  # noqa: E402
 
 import lossscale.tensorflow as ls  # noqa: E402
-from lossscale.core.errors import ContextError  # noqa: E402
+from lossscale.core.errors import ContextError, GradientError  # noqa: E402
 
 
 def mirrored(count):
@@ -353,3 +353,37 @@ def test_mirrored_with_collectives_as_tensorflow_makes_it():
         run(tf.constant(bad))
         check_equal_copies(expected[0], weight)
         check_equal_copies(expected[1], loss_scale.current_loss_scale)
+
+
+@strategies
+@compiled
+def test_the_variables_may_be_left_to_the_tape(name, compiled):
+    """Each replica's tape then names that replica's own copies."""
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        weight = tf.Variable(10.0)
+        descent = tf.compat.v1.train.MomentumOptimizer(1.0, 0.5)
+        optimizer = ls.LossScaleOptimizer(descent, ls.DynamicLossScale(8, 1, 2))
+
+    def run():
+        strategy.run(
+            lambda: optimizer.minimize(
+                lambda: weight / strategy.num_replicas_in_sync * 1.0
+            )
+        )
+
+    run = tf.function(run) if compiled else run
+    for expected in (9.0, 7.5):
+        run()
+        assert expected == pytest.approx(value(weight))
+        check_equal_copies(value(weight), weight)
+
+
+@strategies
+def test_what_is_no_gradient_is_named_across_replicas_too(name):
+    with STRATEGIES[name]().scope():
+        loss_scale = ls.DynamicLossScale(8, 1, 2)
+        with pytest.raises(GradientError, match=r"\['table'\]"):
+            loss_scale.update({"table": tf.constant(1)})
+        assert bool(loss_scale.update({"table": 1.0, "none": None})[1])
+    check_equal_copies(16.0, loss_scale.current_loss_scale)

@@ -93,19 +93,15 @@ class Binding(Protocol):
         """Return the gradients divided by the scale; `None` stays `None`."""
         ...
 
-    def across_replicas(
-        self, function: Callable[[list[Any]], Any], gradients: list[Any]
-    ) -> Any:
-        """Call `function(gradients)` once for all replicas; without any, just call it.
+    def across_replicas(self, function: Callable[..., Any], *lists: list[Any]) -> Any:
+        """Call `function(*lists)` once for all replicas; without any, just call it.
 
-        What it is given holds the gradients of every replica.
+        What it is given holds the gradients and variables of every replica.
         """
         ...
 
-    def in_each_replica(
-        self, function: Callable[[list[Any]], Any], gradients: list[Any]
-    ) -> Any:
-        """The way back: call the function in each replica with its own gradients."""
+    def in_each_replica(self, function: Callable[..., Any], *lists: list[Any]) -> Any:
+        """The way back: call the function in each replica with what is its own."""
         ...
 
     def transaction(

@@ -119,26 +119,26 @@ class LossScaleOptimizer:
             **keywords: The same, by name.
         """
         pairs = [(grad, var) for grad, var in grads_and_vars if grad is not None]
-        variables = [variable for _, variable in pairs]
 
-        def apply(gradients: list[Any]) -> Any:
+        def apply(gradients: list[Any], variables: list[Any]) -> Any:
             own = list(zip(gradients, variables, strict=True))
             return self._optimizer.apply_gradients(own, *arguments, **keywords)
 
-        def step(gradients: list[Any]) -> Any:
+        def step(gradients: list[Any], variables: list[Any]) -> Any:
             finite = self._binding.all_finite(gradients, to_be_summed=True)
             permitted, update = self._decide(finite, gradients)
             if self._skip_nonfinite:
                 permitted = permitted & finite
             return self._binding.transaction(
                 permitted,
-                lambda: self._binding.in_each_replica(apply, gradients),
+                lambda: self._binding.in_each_replica(apply, gradients, variables),
                 lambda: self._skip(*arguments, **keywords),
                 update,
             )
 
         gradients = [gradient for gradient, _ in pairs]
-        return self._binding.across_replicas(step, gradients)
+        variables = [variable for _, variable in pairs]
+        return self._binding.across_replicas(step, gradients, variables)
 
     def minimize(
         self,
