@@ -104,9 +104,9 @@ def transition(
     up = scale * growth_factor
     if backoff_divides:
         # XLA and Grappler turn a division by a constant into a product with its rounded
-        # reciprocal. This divisor is no constant to them; on a finite step, where
-        # nothing divides, it is the scale itself.
-        down = scale / where(finite, scale, backoff)
+        # reciprocal. This divisor is no constant to them: they do not know that no
+        # scale is below 0.
+        down = scale / where(scale < 0, scale, backoff)
     else:
         down = scale * backoff
 

@@ -338,3 +338,21 @@ def test_an_optimizer_of_ones_own_loss_scale_is_asked(mode):
     with MODES[mode](build, np.float32(1)) as run:
         seen = [run(np.float32(x)).item() for x in (1, 1, 1, np.nan)]
     assert [10.0, 9.0, 9.0, 9.0] == seen
+
+
+@every_mode
+def test_a_flag_that_the_compiler_knows_changes_no_bit(mode):
+    """Known to be bad, the divisor was a constant, and the division a product."""
+
+    def build():
+        loss_scale = ls.DynamicLossScale(10, 9, 3)
+
+        def step(unused):
+            updated, _ = loss_scale.update_from_finite(False)
+            with tf.control_dependencies([] if updated is None else [updated]):
+                return loss_scale()
+
+        return step
+
+    with MODES[mode](build, np.float32(0)) as run:
+        assert np.float32(10) / np.float32(3) == run(np.float32(0))
