@@ -6,7 +6,10 @@ from sybil.document import PythonDocStringDocument
 from sybil.parsers.myst import PythonCodeBlockParser
 from sybil.parsers.rest import DocTestParser
 
-_pages = Sybil(parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"])
+_pages = Sybil(
+    parsers=[PythonCodeBlockParser()],
+    patterns=["README.md", "docs/*.md", "docs/adapters/*.md"],
+)
 _docstrings = Sybil(
     parsers=[DocTestParser()],
     # One pattern for each depth: before Python 3.13, ** stands for one folder.

@@ -7,15 +7,23 @@ Public names are looked for in the inventory of the built pages, source files in
 tree on the architecture page.
 """
 
+import ast
 import importlib
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from sphinx.util.inventory import InventoryFile
 
 # Modules that say in __all__ what is public.
-MODULES = ("lossscale", "lossscale.numpy", "lossscale.diagnostics")
+MODULES = (
+    "lossscale",
+    "lossscale.numpy",
+    "lossscale.tensorflow",
+    "lossscale.keras",
+    "lossscale.diagnostics",
+)
 
 # Public names of modules that have no __all__.
 OTHERS = {
@@ -35,8 +43,7 @@ def public_names():
     """Return every public name, with its module."""
     names = {f"{module}.{name}" for module, known in OTHERS.items() for name in known}
     for module in MODULES:
-        exported = importlib.import_module(module).__all__
-        names |= {f"{module}.{name}" for name in exported}
+        names |= {f"{module}.{name}" for name in exported(module)}
     errors = vars(importlib.import_module("lossscale.core.errors"))
     names |= {
         f"lossscale.core.errors.{name}"
@@ -44,6 +51,16 @@ def public_names():
         if isinstance(value, type)
     }
     return names
+
+
+def exported(module):
+    """Return `__all__` as it is written: the module's framework may be missing."""
+    source = Path(find_spec(module).origin).read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    message = f"{module} has no __all__."
+    raise SystemExit(message)
 
 
 def documented_names(inventory):

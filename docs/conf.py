@@ -8,6 +8,30 @@ that they own are listed at the end of this file.
 """
 
 from importlib.metadata import version as installed_version
+from types import SimpleNamespace
+
+from sphinx.ext.autodoc.mock import mock
+
+# The pages are built without a framework, and look the same where one is installed: the
+# adapters are imported with stand-ins. A stand-in is enough for everything but base
+# classes, decorators, and a version that is compared.
+with mock(["tensorflow", "keras"]):
+    import keras
+    import tensorflow as tf
+
+    tf.Module = type("Module", (), {})
+    optimizers = SimpleNamespace(Optimizer=type("Optimizer", (), {}))
+    tf.compat = SimpleNamespace(v1=SimpleNamespace(train=optimizers))
+    decorators = SimpleNamespace(do_not_convert=lambda decorated: decorated)
+    tf.autograph = SimpleNamespace(experimental=decorators)
+    keras.__version__ = "3"
+    keras.optimizers = SimpleNamespace(LossScaleOptimizer=type("Optimizer", (), {}))
+    keras.callbacks = SimpleNamespace(Callback=type("Callback", (), {}))
+    keras.saving = SimpleNamespace(
+        register_keras_serializable=lambda **_: lambda decorated: decorated
+    )
+    import lossscale.keras
+    import lossscale.tensorflow  # noqa: F401
 
 project = "lossscale"
 author = "the lossscale authors"

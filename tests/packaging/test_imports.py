@@ -74,3 +74,23 @@ def test_the_version_is_the_packages():
     assert version("lossscale") == lossscale.__version__
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = lossscale.nothing
+
+
+@pytest.mark.parametrize("framework", ["tensorflow", "keras"])
+def test_an_adapter_without_its_framework_says_what_to_install(framework):
+    lines = (
+        "import sys",
+        f"sys.modules['{framework}'] = None  # as if it were not installed",
+        "from lossscale.core.errors import MissingPackageError",
+        "try:",
+        f"    import lossscale.{framework}",
+        "except MissingPackageError as error:",
+        "    print(error)",
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"pip install 'lossscale[{framework}]'" in result.stdout

@@ -7,6 +7,19 @@ strategies), `classic.py` (managers and loss scales), `optimizer.py` (the wrappe
 `inner.py` (what it wraps). It imports the core and TensorFlow, and no other adapter.
 """
 
+from lossscale.core.errors import MissingPackageError
+
+try:
+    import tensorflow as tf  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "tensorflow":  # it is there, and something of its own is not
+        raise
+    _message = (
+        "lossscale.tensorflow needs TensorFlow, which is not installed. Install it "
+        "with: pip install 'lossscale[tensorflow]'"
+    )
+    raise MissingPackageError(_message) from None
+
 from lossscale.tensorflow.classic import (
     DynamicLossScale,
     ExponentialUpdateLossScaleManager,
@@ -20,7 +33,13 @@ from lossscale.tensorflow.optimizer import (
     LossScaleOptimizer,
     MixedPrecisionLossScaleOptimizer,
 )
-from lossscale.tensorflow.verbs import init, scale, select, unscale, update
+from lossscale.tensorflow.verbs import (
+    init,
+    scale,
+    select,
+    unscale,
+    update,
+)
 
 __all__ = [
     "DynamicLossScale",

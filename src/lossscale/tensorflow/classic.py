@@ -6,7 +6,7 @@ so that either reads what the other wrote.
 """
 
 from abc import ABCMeta
-from typing import Any
+from typing import Any, cast
 
 import tensorflow as tf
 
@@ -128,7 +128,7 @@ class DynamicLossScale(classic.DynamicLossScale, LossScale):
     _binding = BINDING
 
 
-def get(identifier: Any) -> classic.LossScale | None:
+def get(identifier: Any) -> LossScale | None:
     """Return the loss scale that a number, "dynamic", a LossScale or None stands for.
 
     Raises:
@@ -139,4 +139,5 @@ def get(identifier: Any) -> classic.LossScale | None:
         >>> ls.get(8)
         FixedLossScale(8.0)
     """
-    return classic.get(identifier, FixedLossScale, DynamicLossScale)
+    found = classic.get(identifier, FixedLossScale, DynamicLossScale)
+    return cast("LossScale | None", found)

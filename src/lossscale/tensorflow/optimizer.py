@@ -87,11 +87,18 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate of a Keras optimizer."""
+        """The learning rate of a Keras optimizer; TensorFlow 1's keep theirs."""
         return self._optimizer.learning_rate
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
+        if not inner.is_keras(self._optimizer):
+            message = (
+                f"The learning rate of {inner.name(self._optimizer)} cannot be set: "
+                "optimizers of TensorFlow 1 take a tensor or variable for it when "
+                "they are made."
+            )
+            raise AttributeError(message)
         self._optimizer.learning_rate = value
 
     def get_scaled_loss(self, loss: Any) -> Any:
@@ -192,13 +199,14 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
 
         Args:
             loss: As for `compute_gradients`.
-            global_step: Handed to the wrapped optimizer's `apply_gradients`. With a
-                Keras optimizer the variables may stand here, as in Keras's method.
+            global_step: Handed to the wrapped optimizer's `apply_gradients`. The
+                variables may stand here too, as in Keras's method.
             var_list: As for `compute_gradients`.
             name: Handed to the wrapped optimizer's `apply_gradients`.
             **keywords: As for `compute_gradients`.
         """
-        if var_list is None and inner.is_keras(self._optimizer):
+        is_step = isinstance(global_step, tf.Variable)
+        if var_list is None and global_step is not None and not is_step:
             global_step, var_list = None, global_step
         return super().minimize(loss, global_step, var_list, name=name, **keywords)
 

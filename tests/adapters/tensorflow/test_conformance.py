@@ -35,3 +35,9 @@ class TestFunction(VerbConformance):
 
 class TestXla(VerbConformance):
     framework = compiled(jit_compile=True)
+
+
+def test_every_exported_name_exists_and_is_sorted():
+    assert sorted(ls.__all__) == ls.__all__
+    for name in ls.__all__:
+        assert getattr(ls, name) is not None

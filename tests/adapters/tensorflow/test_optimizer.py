@@ -449,6 +449,17 @@ def test_keras_users_may_put_the_variables_second():
     assert 0.5 == value(optimizer.learning_rate)
 
 
+def test_the_rate_of_an_optimizer_of_tensorflow_1_is_not_set_in_vain():
+    optimizer = ls.LossScaleOptimizer(v1.train.GradientDescentOptimizer(1.0), 8)
+    with pytest.raises(AttributeError, match="cannot be set"):
+        optimizer.learning_rate = 0.25
+    assert not hasattr(optimizer, "learning_rate")
+    assert not hasattr(optimizer, "iterations")
+    weight = tf.Variable(5.0)
+    optimizer.minimize(lambda: 3.0 * weight, [weight])  # no step counter is a list
+    assert 2.0 == float(weight)
+
+
 def test_a_tensor_without_a_tape_says_what_to_type():
     optimizer = ls.LossScaleOptimizer(keras.optimizers.SGD(1.0), 8)
     with pytest.raises(SettingError, match="tape=tape"):

@@ -1,0 +1,58 @@
+"""A program of TensorFlow 1, with everything of TensorFlow 2 switched off."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("tensorflow", reason="tensorflow is not installed")
+
+PROGRAM = """
+import json, sys
+import tensorflow.compat.v1 as tf
+import lossscale.tensorflow as mixed_precision
+
+tf.disable_v2_behavior()
+x = tf.placeholder(tf.float32, ())
+weight = tf.get_variable("weight", initializer=1.0)
+step = tf.train.get_or_create_global_step()
+kind, folder = sys.argv[1:]
+if kind == "manager":
+    scale = mixed_precision.ExponentialUpdateLossScaleManager(8, 1, 1, 2, 0.5)
+    value = scale.get_loss_scale()
+else:
+    scale = mixed_precision.DynamicLossScale(8, 1)
+    value = scale()
+momentum = tf.train.MomentumOptimizer(1.0, 0.5)
+optimizer = mixed_precision.LossScaleOptimizer(momentum, scale)
+train = optimizer.minimize(x * weight, step)
+seen = []
+with tf.Session() as session:
+    session.run(tf.global_variables_initializer())
+    for gradient in (1.0, float("nan"), 1.0):
+        session.run(train, {x: gradient})
+        seen.append([y.item() for y in session.run([weight, value, step])])
+    path = tf.train.Saver().save(session, folder + "/model")
+with tf.Session() as session:
+    tf.train.Saver().restore(session, path)
+    seen.append([y.item() for y in session.run([weight, value, step])])
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.parametrize("kind", ["manager", "loss scale"])
+def test_it_trains_skips_saves_and_restores(kind, folder):
+    finished = subprocess.run(
+        [sys.executable, "-c", PROGRAM, kind, folder],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if finished.returncode:
+        raise AssertionError(finished.stderr[-4000:])
+    seen = json.loads(finished.stdout.splitlines()[-1])
+    # Momentum 0.5: steps of 1 and 1.5; the NaN in between leaves no trace.
+    expected = [[0.0, 16.0, 1], [0.0, 8.0, 1], [-1.5, 16.0, 2], [-1.5, 16.0, 2]]
+    assert expected == seen
