@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.core.errors import SettingError
+from lossscale.core.errors import ContextError, SettingError
 
 
 def check(opt: Any) -> None:
@@ -56,11 +56,24 @@ def variables(opt: Any) -> list[Any]:
 
 
 def build(opt: Any, var_list: list[Any]) -> None:
-    """Create the optimizer's variables now: the branch of a `tf.cond` is too late."""
+    """Create the optimizer's variables now: the branch of a `tf.cond` is too late.
+
+    Raises:
+        ContextError: In a graph of TensorFlow 1, if it is not made for that.
+    """
     if not is_keras(opt):
         return  # TensorFlow 1's lift theirs out of any branch
+    is_legacy = callable(getattr(opt, "_create_all_weights", None))
     with tf.init_scope():
-        if callable(getattr(opt, "_create_all_weights", None)):  # tf_keras's legacy
+        if not is_legacy and not tf.executing_eagerly():
+            # Its updates are no ops that a session runs: the weights would stand still.
+            message = (
+                f"A {type(opt).__name__} of Keras does not work in a graph of "
+                "TensorFlow 1. Use tf.function, or an optimizer of tf.compat.v1.train "
+                "or tf_keras.optimizers.legacy."
+            )
+            raise ContextError(message)
+        if is_legacy:
             opt._create_all_weights(var_list)  # noqa: SLF001
         elif not getattr(opt, "built", False) and not getattr(opt, "_built", False):
             opt.build(var_list)

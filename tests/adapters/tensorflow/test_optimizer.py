@@ -24,6 +24,7 @@ from helpers.tensorflow_optimizers import (  # noqa: E402
 
 import lossscale.tensorflow as ls  # noqa: E402
 from lossscale.core.errors import (  # noqa: E402
+    ContextError,
     GradientError,
     SettingError,
     StructureError,
@@ -540,6 +541,16 @@ def test_slots_and_variables_are_those_of_the_wrapped_optimizer():
 def test_55_what_cannot_be_wrapped_is_refused(wrong, words):
     with pytest.raises(SettingError, match=words):
         ls.LossScaleOptimizer(wrong, 8)
+
+
+@pytest.mark.parametrize("kind", ["keras 3", "tf_keras"])
+def test_what_a_session_cannot_run_is_refused_there(kind):
+    """Alone, too, these optimizers never move a weight in a graph of TensorFlow 1."""
+    with tf.Graph().as_default():
+        weight = tf.Variable(1.0)
+        optimizer = ls.LossScaleOptimizer(OPTIMIZERS[kind](1.0), 8)
+        with pytest.raises(ContextError, match=r"tf_keras\.optimizers\.legacy"):
+            optimizer.apply_gradients([(tf.constant(1.0), weight)])
 
 
 def test_44_the_loss_scale_cannot_be_none_and_nothing_else_either():
