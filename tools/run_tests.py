@@ -29,21 +29,35 @@ class Suite(NamedTuple):
 
 
 def keras(backend: str) -> Suite:
-    return Suite(("tests/compat/test_keras.py",), {"KERAS_BACKEND": backend})
+    paths = "tests/compat/test_keras.py", "tests/adapters/keras"
+    return Suite(paths, {"KERAS_BACKEND": backend})
+
+
+def tensorflow(*names: str) -> Suite:
+    return Suite(tuple(f"tests/adapters/tensorflow/test_{x}.py" for x in names), {})
 
 
 # The longest first, so that the last to finish is a short one.
 SUITES = {
     "core": Suite(("tests/core",), {}),
-    "tensorflow": Suite(("tests/compat/test_tensorflow.py",), {}),
+    "tensorflow": tensorflow(
+        *("conformance", "modes", "gradients", "checkpoints", "optimizer"),
+        *("tensorflow_1", "example"),
+    ),
+    "tensorflow-traces": tensorflow("traces"),
     "keras-tensorflow": keras("tensorflow"),
+    "keras-jax": keras("jax"),
+    "keras-torch": keras("torch"),
+    "tensorflow-beside": tensorflow("beside_tensorflow"),
+    "tensorflow-replicas": tensorflow("strategies", "multi_worker"),
+    "tensorflow-preset": Suite(("tests/compat/test_tensorflow.py",), {}),
     "command": Suite(
         (
             "tests/cli",
             "tests/packaging",
             "tests/demo",
             "tests/diagnostics",
-            "tests/adapters",
+            "tests/adapters/test_numpy.py",
         ),
         {},
     ),
@@ -51,8 +65,6 @@ SUITES = {
     "documents": Suite(("README.md", "docs", "src"), {}),
     "jax": Suite(("tests/compat/test_jax.py",), {}),
     "torch": Suite(("tests/compat/test_torch.py",), {}),
-    "keras-torch": keras("torch"),
-    "keras-jax": keras("jax"),
     "kernels-interpreted": Suite(
         ("tests/kernels/test_rule_interpreted.py",), {"TRITON_INTERPRET": "1"}
     ),
@@ -101,7 +113,20 @@ def run(name: str) -> Result:
     return Result(name, passed, failed, skipped, seconds, process.stdout)
 
 
+def left_out() -> list[str]:
+    """Return the test files that are in no suite: they would never run."""
+    listed = [ROOT / path for suite in SUITES.values() for path in suite.paths]
+    return [
+        str(file.relative_to(ROOT))
+        for file in sorted((ROOT / "tests").rglob("test_*.py"))
+        if not any(file.is_relative_to(path) for path in listed)
+    ]
+
+
 def main(names: list[str]) -> int:
+    if left_out():
+        print(f"These tests are in no suite of {Path(__file__).name}: {left_out()}")
+        return 2
     unknown = [name for name in names if name not in SUITES]
     if unknown:
         print(f"There is no suite {unknown}; there are {', '.join(SUITES)}.")
