@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Keras 3 adapter: Keras's LossScaleOptimizer, and weights that stay finite.
+
+It offers one optimizer, a subclass of `keras.optimizers.LossScaleOptimizer` for the
+TensorFlow, JAX and torch backends (`optimizer.py`), what its last step did
+(`facts.py`), and a callback that writes that into the logs (`callbacks.py`). It imports
+the core and Keras, and no other adapter.
+"""
+
+from lossscale.core.errors import MissingPackageError
+
+try:
+    import keras
+except ModuleNotFoundError as error:
+    if error.name != "keras":  # Keras is there, and its backend is not: it says so
+        raise
+    _message = (
+        "lossscale.keras needs Keras 3, which is not installed. Install it with: pip "
+        "install 'lossscale[keras]', and one of tensorflow, jax and torch."
+    )
+    raise MissingPackageError(_message) from None
+
+if int(keras.__version__.partition(".")[0]) < 3:  # noqa: PLR2004  # Keras 3
+    _message = (
+        f"lossscale.keras needs Keras 3.10 or newer, this is {keras.__version__}. "
+        "Install it with: pip install 'lossscale[keras]'"
+    )
+    raise MissingPackageError(_message)
+
+from lossscale.keras.callbacks import LossScaleLogger
+from lossscale.keras.facts import LastStep
+from lossscale.keras.optimizer import LossScaleOptimizer
+
+__all__ = ["LastStep", "LossScaleLogger", "LossScaleOptimizer"]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients: unscaled, and looked at.
+
+Unscaling divides, as Keras does: a product with the reciprocal would differ in the last
+bit unless the scale is a power of two. It divides in float32 or wider, whatever the
+gradient's dtype, and leaves a sparse gradient sparse.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from keras import ops
+
+from lossscale.core.errors import GradientError, StructureError
+from lossscale.core.state import Array
+from lossscale.keras.headroom import Headroom
+from lossscale.keras.operations import LARGEST, NARROW, all_true, dtype_of, map_values
+
+
+def check(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Raise unless there is a floating-point gradient, or None, for each variable."""
+    if len(gradients) != len(variables):
+        message = (
+            f"There are {len(gradients)} gradients for {len(variables)} variables. "
+            "Give one for each, and None where there is none."
+        )
+        raise StructureError(message)
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if gradient is None or overwrites(variable):
+            continue
+        if not hasattr(gradient, "dtype") or dtype_of(gradient) not in LARGEST:
+            typed = hasattr(gradient, "dtype")
+            kind = dtype_of(gradient) if typed else type(gradient).__name__
+            whose = "" if variable is None else f" of {name_of(variable)}"
+            message = (
+                f"The gradient{whose} is {kind}, expected "
+                f"{', '.join(LARGEST)}. Leave out what is not differentiated, or put "
+                "None in its place."
+            )
+            raise GradientError(message)
+
+
+def overwrites(variable: Any) -> bool:
+    """Whether a variable is replaced by its gradient, as the scales of float8 are."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def name_of(variable: Any) -> str:
+    """Return what a message calls a variable; a tf.Variable has no path."""
+    return str(getattr(variable, "path", None) or getattr(variable, "name", variable))
+
+
+def unscaled(
+    gradients: Sequence[Any], variables: Sequence[Any], scale: Array
+) -> list[Any]:
+    """Return the gradients divided by the scale.
+
+    None stays, and so does the gradient of a variable that is overwritten by it: it is
+    a value, not a derivative of the scaled loss.
+    """
+
+    def divide(values: Array) -> Array:
+        if dtype_of(values) in NARROW:
+            # torch would divide in float16, where what was scaled up vanishes again.
+            values = ops.cast(values, "float32")
+        return ops.divide(values, scale)
+
+    return [
+        gradient
+        if gradient is None or overwrites(variable)
+        else map_values(divide, gradient)
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
+def fitted(
+    gradients: Sequence[Any], variables: Sequence[Any], headroom: Headroom
+) -> list[Any]:
+    """Return gradients in the dtypes that the inner optimizer takes.
+
+    Its own cast to a float16 variable comes too late for its accumulators.
+    """
+
+    def fit(gradient: Any, variable: Any) -> Any:
+        if gradient is None or headroom.takes_wide or overwrites(variable):
+            return gradient
+        dtype = dtype_of(variable)
+        if dtype not in NARROW or dtype_of(gradient) == dtype:
+            return gradient
+        return map_values(lambda values: ops.cast(values, dtype), gradient)
+
+    return [fit(*pair) for pair in zip(gradients, variables, strict=True)]
+
+
+def all_finite(
+    gradients: Sequence[Any], variables: Sequence[Any], headroom: Headroom | None
+) -> Array:
+    """Return whether every unscaled gradient is finite, and the headroom enough for it.
+
+    A value that overwrites its variable is looked at too: an infinite one would stay in
+    the history that later scales of float8 are taken from.
+    """
+    flags = []
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if gradient is None:
+            continue
+        dtype = dtype_of(gradient)
+        values, rows = gradient, 1
+        if hasattr(gradient, "dense_shape"):
+            # Rows that occur more than once are summed later; how often is not known,
+            # so each may be all of them. Keras makes a dense array here, in which a
+            # finite duplicate hides an infinite one.
+            values = gradient.values
+            rows = ops.maximum(ops.shape(values)[0], 1)
+        if headroom is None or overwrites(variable):
+            flags.append(ops.all(ops.isfinite(values)))
+            continue
+        limit = headroom.largest(dtype_of(variable), dtype)
+        if values is gradient and limit == LARGEST[dtype]:
+            flags.append(ops.all(ops.isfinite(values)))
+        else:  # infinity and NaN fail the comparison
+            limit = ops.convert_to_tensor(limit, dtype) / ops.cast(rows, dtype)
+            flags.append(ops.all(ops.abs(values) <= limit))
+    return all_true(flags)
+
+
+def poisoned(gradients: Sequence[Any]) -> list[Any]:
+    """Return gradients in which every infinity has become NaN.
+
+    Clipping to a range makes a number of an infinity, which would then be applied; NaN
+    stays NaN through it.
+    """
+
+    def poison(values: Array) -> Array:
+        nan = ops.convert_to_tensor(float("nan"), dtype_of(values))
+        return ops.where(ops.isfinite(values), values, nan)
+
+    return [
+        gradient if gradient is None else map_values(poison, gradient)
+        for gradient in gradients
+    ]

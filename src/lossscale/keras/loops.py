@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which gradients `apply` is given: scaled ones, or ones that are unscaled already.
+
+Keras 3's loop hands scaled gradients to `apply`:
+
+    scale_loss -> gradients -> apply
+
+tf.keras's loop unscales first, often to clip, and then applies:
+
+    get_scaled_loss -> gradients -> get_unscaled_gradients -> apply_gradients
+
+Both end in the same call, so the optimizer must know which loop it is in. Gradients
+cannot carry a mark, because clipping returns new tensors. A flag for the next `apply`
+alone fails where one optimizer is applied twice for two calls of
+`get_unscaled_gradients`, or where the two sit in different `tf.function`s, of which one
+is traced once. So an optimizer is in one kind of loop for its whole life: the first
+call decides, and a call of the other kind is an error, never a wrong scale. All
+replicas run the same loop, so there is nothing to keep apart by thread.
+"""
+
+from typing import Literal
+
+from lossscale.core.errors import GradientError
+
+_ONE_OR_THE_OTHER = (
+    "Use one kind of loop: scale_loss and apply; or get_scaled_loss, "
+    "get_unscaled_gradients and apply_gradients. To change over, take the optimizer "
+    "into a new one: LossScaleOptimizer.from_keras(optimizer)."
+)
+
+
+class Loop:
+    """The kind of loop that an optimizer is in, once that is known."""
+
+    def __init__(self) -> None:
+        self.kind: Literal["unknown", "scaled", "unscaled"] = "unknown"
+        self.waits = False
+        """Whether a loss of tf.keras's loop was scaled, and no gradients unscaled."""
+
+    def loss_was_scaled(self) -> None:
+        """Note a call of `scale_loss`, which `fit` makes."""
+        if self.kind == "unscaled":
+            message = (
+                "scale_loss was called (fit calls it), but this optimizer is in a loop "
+                f"that calls get_unscaled_gradients. {_ONE_OR_THE_OTHER}"
+            )
+            raise GradientError(message)
+        if self.kind == "unknown":
+            self.kind = "scaled"
+
+    def classic_loss_was_scaled(self) -> None:
+        """Note a call of `get_scaled_loss`; it goes with either kind of `apply`."""
+        self.waits = True
+
+    def gradients_were_unscaled(self) -> None:
+        """Note a call of `get_unscaled_gradients`."""
+        if self.kind == "scaled":
+            message = (
+                "get_unscaled_gradients was called, but this optimizer has been given "
+                f"scaled gradients, which apply unscales itself. {_ONE_OR_THE_OTHER}"
+            )
+            raise GradientError(message)
+        self.kind = "unscaled"
+        self.waits = False
+
+    def takes_scaled(self, *, stateless: bool = False) -> bool:
+        """Note a call of `apply`, and say whether its gradients are scaled."""
+        if self.kind == "unscaled" and (self.waits or stateless):
+            message = (
+                "stateless_apply takes scaled gradients"
+                if stateless
+                else "apply was called with gradients of a loss from get_scaled_loss"
+            )
+            message += (
+                ", but this optimizer is in a loop that unscales them with "
+                f"get_unscaled_gradients. {_ONE_OR_THE_OTHER}"
+            )
+            raise GradientError(message)
+        if self.kind == "unknown":
+            self.kind = "scaled"
+        return self.kind == "scaled"

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer's arguments as a policy, and a policy as part of a Keras config."""
+
+from typing import Any
+
+import keras
+
+from lossscale.core import checks, presets
+from lossscale.core.checks import shown
+from lossscale.core.errors import SettingError, SettingTypeError, StateError
+from lossscale.core.policies import Dynamic, Fixed, Policy
+from lossscale.core.portable import check_state, from_portable, to_portable
+
+INITIAL_SCALE = 2.0**15
+"""Keras's first scale."""
+
+GROWTH_STEPS = 2000
+"""Keras's growth interval."""
+
+BASE_DEFAULTS = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
+"""What configs of older versions of Keras carry, always with these values."""
+
+
+def check_inner(inner: Any) -> None:
+    """Raise unless an optimizer can be wrapped."""
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        message = (
+            f"inner_optimizer is a {type(inner).__name__} already: the loss would be "
+            "scaled twice. Give the optimizer inside it (.inner_optimizer), or take it "
+            "over with LossScaleOptimizer.from_keras(...)."
+        )
+        raise SettingTypeError(message)
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        message = (
+            "inner_optimizer must be an optimizer of Keras 3, such as "
+            f"keras.optimizers.Adam(1e-3), got {shown(inner)} ({type(inner).__name__})."
+        )
+        raise SettingTypeError(message)
+
+
+def check_keywords(keywords: dict[str, Any]) -> None:
+    """Raise for what Keras's class refuses too, and say what to type instead."""
+    left = dict(keywords)
+    if not left.pop("dynamic", True):
+        message = (
+            "LossScaleOptimizer has no `dynamic=False`. For a scale that never moves "
+            "give policy=lossscale.Fixed(1024.0) (Keras would have you set "
+            "`loss_scale_factor` on the `inner_optimizer`, and apply what overflows)."
+        )
+        raise SettingError(message)
+    for name, default in BASE_DEFAULTS.items():
+        if name in left and left.pop(name) != default:
+            message = (
+                f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` "
+                "on the `inner_optimizer`."
+            )
+            raise SettingError(message)
+    if left:
+        message = (
+            f"LossScaleOptimizer does not support arguments: `{'`, `'.join(left)}`."
+        )
+        raise SettingError(message)
+
+
+def make_policy(policy: Any, initial_scale: Any, growth_steps: Any) -> Policy:
+    """Return the policy that was given, or Keras's numbers with a floor and a cap."""
+    if policy is None:
+        if isinstance(growth_steps, float) and growth_steps.is_integer():
+            growth_steps = int(growth_steps)  # Keras counts to 2.0 as well
+        return presets.get(
+            "keras",
+            init_scale=checks.scale("initial_scale", initial_scale),
+            growth_interval=checks.count("dynamic_growth_steps", growth_steps),
+        )
+    if isinstance(policy, type) or not isinstance(policy, Policy):
+        message = (
+            "policy must be a policy, such as lossscale.Dynamic(), lossscale.Fixed(8.0)"
+            f" or lossscale.presets.get('torch'), got {shown(policy)}."
+        )
+        raise SettingTypeError(message)
+    if (initial_scale, growth_steps) != (INITIAL_SCALE, GROWTH_STEPS):
+        message = (
+            f"initial_scale={initial_scale!r} and dynamic_growth_steps="
+            f"{growth_steps!r} were given together with policy={shown(policy)}, which "
+            "has them itself. Give one or the other: "
+            "policy=lossscale.Dynamic(init_scale=..., growth_interval=...)."
+        )
+        raise SettingError(message)
+    try:
+        check_state(policy, policy.init())
+    except StateError as error:
+        message = f"The policy {shown(policy)} starts with a state of no use: {error}"
+        raise SettingError(message) from error
+    return policy
+
+
+def policy_to_config(policy: Policy) -> dict[str, Any]:
+    """Return a policy as plain values: portable if it is ours, else Keras's way."""
+    kind = type(policy)
+    if kind in (Fixed, Dynamic):
+        return to_portable(policy, policy.init())
+    registered: str = keras.saving.get_registered_name(kind)
+    methods = all(hasattr(policy, name) for name in ("get_config", "from_config"))
+    if registered == kind.__name__ or not methods:
+        message = (
+            f"A {kind.__name__} cannot be written to a config. Give the class "
+            "get_config(), which returns its fields, and the classmethod "
+            "from_config(config), and put "
+            "@keras.saving.register_keras_serializable(package='...') above it."
+        )
+        raise SettingTypeError(message)
+    config: dict[str, Any] = keras.saving.serialize_keras_object(policy)
+    return config
+
+
+def policy_from_config(config: Any, custom_objects: Any = None) -> Any:
+    """Return the policy of a config; a policy itself passes through."""
+    if not isinstance(config, dict):
+        return config
+    if "class_name" in config:
+        return keras.saving.deserialize_keras_object(
+            config, custom_objects=custom_objects
+        )
+    policy, _ = from_portable(config)
+    return policy
