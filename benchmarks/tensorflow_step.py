@@ -6,8 +6,8 @@ own `tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer`. Two models:
 layers, where a step is arithmetic, and a hundred small variables, where overhead shows.
 In tf.function, and compiled by XLA; eager mode is not measured.
 
-Writes results/tensorflow_step.csv. A ratio is the median of the ratios of steps taken in
-the same turn; the quantiles are those of these ratios.
+Writes results/tensorflow_step.csv. A ratio is the median of the ratios of steps that
+were taken in the same turn; the quantiles are those of these ratios.
 """
 
 import csv
