@@ -111,7 +111,7 @@ def all_finite(
             # so each may be all of them. Keras makes a dense array here, in which a
             # finite duplicate hides an infinite one.
             values = gradient.values
-            rows = ops.maximum(ops.shape(values)[0], 1)
+            rows = ops.shape(values)[0]
         if headroom is None or overwrites(variable):
             flags.append(ops.all(ops.isfinite(values)))
             continue

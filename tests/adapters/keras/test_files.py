@@ -185,7 +185,7 @@ def test_a_model_file_of_keras_own_class_is_taken_over(tmp_path):
     assert expected == actual[:4] + actual[8:]
 
 
-def test_weights_of_keras_own_class_load_into_this_one(tmp_path):
+def test_variables_of_keras_own_class_load_into_this_one():
     theirs = trained(Original(keras.optimizers.Adam(0.01), 2.0**10, 3))
     ours = trained(LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**4, 3))
     store = {}
@@ -200,15 +200,24 @@ def test_weights_of_keras_own_class_load_into_this_one(tmp_path):
     assert (0, 0, 0) == (facts.bad, facts.skipped_steps, facts.consecutive_skips)
 
 
-def test_a_weights_file_with_the_optimizer_brings_it_back(tmp_path):
-    model = trained(LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**10, 3))
+@pytest.mark.parametrize("make", [Original, LossScaleOptimizer])
+def test_a_weights_file_brings_the_optimizer_back(tmp_path, make):
+    model = trained(make(keras.optimizers.Adam(0.01), 2.0**10, 3))
     path = tmp_path / "model.weights.h5"
     model.save_weights(path)
-    again = model_with(LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**10, 3))
+    again = model_with(LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**4, 3))
     again.optimizer.build(again.trainable_variables)
     again.load_weights(path)
+    assert (2.0**12, 2) == (
+        numpy(again.optimizer.dynamic_scale),
+        numpy(again.optimizer.step_counter),
+    )
+    for each in (model, again):
+        each.fit(ROWS, ROWS[:, :2], batch_size=4, verbose=0, shuffle=False)
     for want, have in zip(model.weights, again.weights, strict=True):
         assert numpy(want).tolist() == numpy(have).tolist()
+    moments = [each.optimizer.inner_optimizer for each in (model, again)]
+    assert values(moments[0]) == values(moments[1])
 
 
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")

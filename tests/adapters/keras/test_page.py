@@ -3,6 +3,7 @@
 Blocks marked `python` run with the other pages, in a process with one backend.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -50,6 +51,8 @@ def test_the_block_of_this_backend_runs(name, tmp_path, monkeypatch):
 def test_the_example_learns_in_float16_with_a_scale_alone():
     finished = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "keras.py")],
+        # torch's threads wait for each other in a loop: slow beside other tests.
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
