@@ -12,9 +12,10 @@ from typing import Any
 from keras import ops
 
 from lossscale.core.errors import GradientError, StructureError
+from lossscale.core.headroom import LARGEST, NARROW
 from lossscale.core.state import Array
 from lossscale.keras.headroom import Headroom
-from lossscale.keras.operations import LARGEST, NARROW, all_true, dtype_of, map_values
+from lossscale.keras.operations import all_true, dtype_of, map_values
 
 
 def check(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -119,8 +120,9 @@ def all_finite(
         if values is gradient and limit == LARGEST[dtype]:
             flags.append(ops.all(ops.isfinite(values)))
         else:  # infinity and NaN fail the comparison
-            limit = ops.convert_to_tensor(limit, dtype) / ops.cast(rows, dtype)
-            flags.append(ops.all(ops.abs(values) <= limit))
+            wide = "float32" if dtype in NARROW else dtype  # the bound is not rounded
+            limit = ops.convert_to_tensor(limit, wide) / ops.cast(rows, wide)
+            flags.append(ops.all(ops.abs(ops.cast(values, wide)) <= limit))
     return all_true(flags)
 
 

@@ -8,13 +8,14 @@ Here a gradient beyond what the rest of the step can hold counts as an overflow.
 bounds are numbers that are known before the step, so looking at them costs nothing.
 """
 
-import math
 from typing import Any
 
-from lossscale.keras.operations import LARGEST, NARROW
-
-_LINEAR = frozenset({"SGD", "Lion"})
-"""Keras's optimizers that never square a gradient; backends subclass them."""
+from lossscale.core.headroom import (
+    LARGEST,
+    accumulated,
+    largest_addend,
+    largest_square_root,
+)
 
 
 class Headroom:
@@ -50,28 +51,14 @@ class Headroom:
 
     def _bound(self, inner: Any, variable: str, gradient: str) -> float:
         """Return the bound of one optimizer."""
-        limit = own = LARGEST[gradient]
-        if not self.takes_wide:
-            limit = min(own, LARGEST.get(variable, own))
-        by_norm = bool(inner.clipnorm or inner.global_clipnorm)
-        if by_norm or _squares(inner):
-            # Moments are squares of one number each. In float32 there is room enough
-            # to bound their sum as well, which some optimizers take; in float16 not.
-            terms = 1 if gradient in NARROW and not by_norm else self._elements
-            limit = min(limit, math.sqrt(own / terms))
-        return limit / (self._replicas * (inner.gradient_accumulation_steps or 1))
+        own = gradient
+        if not self.takes_wide and LARGEST.get(variable, LARGEST[own]) < LARGEST[own]:
+            own = variable
+        addends = self._replicas * accumulated(inner)
+        root = largest_square_root(inner, gradient, self._elements)
+        return min(largest_addend(own, addends), root / addends)
 
 
 def _clips(inner: Any) -> bool:
     """Whether an optimizer clips gradients, in whatever way."""
     return bool(inner.clipnorm or inner.global_clipnorm or inner.clipvalue)
-
-
-def _squares(inner: Any) -> bool:
-    """Whether an optimizer squares gradients as they come.
-
-    An infinite second moment never comes back: its weight stands still for ever (Adam)
-    or is NaN (Adafactor). An optimizer that we do not know is taken to square.
-    """
-    names = {base.__name__ for base in type(inner).__mro__}
-    return not inner.clipvalue and names.isdisjoint(_LINEAR)

@@ -8,10 +8,11 @@ import keras
 from keras import ops
 
 from lossscale.core.errors import GradientError, StructureError
+from lossscale.core.headroom import LARGEST
 from lossscale.core.state import Array
 from lossscale.keras import gradients
 from lossscale.keras.loops import Loop
-from lossscale.keras.operations import LARGEST, dtype_of
+from lossscale.keras.operations import dtype_of
 from lossscale.keras.tracing import would_be_frozen
 
 

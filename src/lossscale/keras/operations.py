@@ -1,27 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the rule and the optimizer need of `keras.ops`, on every backend."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import keras
 from keras import ops
 
-from lossscale.core.checks import FLOAT32_MAX
 from lossscale.core.state import Array
 from lossscale.keras.tracing import is_concrete
-
-LARGEST = {
-    "float16": 65504.0,
-    "bfloat16": math.ldexp(255.0, 120),
-    "float32": FLOAT32_MAX,
-    "float64": float.fromhex("0x1.fffffffffffffp+1023"),
-}
-"""The largest number of each dtype that a gradient may have."""
-
-NARROW = ("float16", "bfloat16")
-"""The dtypes in which small numbers vanish or lose digits."""
 
 
 def dtype_of(array: Array) -> str:

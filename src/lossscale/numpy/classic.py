@@ -60,8 +60,7 @@ class _Binding:
     def flag(self, finite: Any) -> np.bool_:
         return verbs.flag(finite)
 
-    def all_finite(self, grads: Any, *, to_be_summed: bool = False) -> np.bool_:
-        del to_be_summed  # there are no replicas
+    def all_finite(self, grads: Any) -> np.bool_:
         checked = trees.map_leaves(
             lambda path, leaf: verbs.widened("gradient", path, leaf), grads
         )

@@ -95,15 +95,15 @@ class _Binding:
         return tf.constant(value, tf.float32)
 
     def check_context(self, method: str) -> None:
-        replicas.check_all_here(method)
+        replicas.check_cross_replica_context(method)
 
     def flag(self, finite: Any) -> Array:
         if isinstance(finite, tf.distribute.DistributedValues):
             return replicas.agreed(finite)
         return verbs.flag(finite)
 
-    def all_finite(self, grads: Any, *, to_be_summed: bool = False) -> Array:
-        return replicas.all_finite(grads, to_be_summed=to_be_summed)
+    def all_finite(self, grads: Any) -> Array:
+        return replicas.all_finite(grads)
 
     def update(self, policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         return verbs.update(policy, state, signal)
@@ -175,4 +175,7 @@ def _after(results: Any) -> Array:
 def _runnable(results: Any) -> list[Any]:
     """Return the ops and tensors in a nest; optimizers return all kinds of things."""
     kinds = tf.Operation, tf.Tensor, tf.Variable
-    return [x for x in tf.nest.flatten(results) if isinstance(x, kinds)]
+    # Under a strategy an assignment is one op for each copy of the variable.
+    local = tf.distribute.get_strategy().experimental_local_results
+    parts = [part for x in tf.nest.flatten(results) for part in local(x)]
+    return [part for part in parts if isinstance(part, kinds)]

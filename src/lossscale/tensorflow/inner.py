@@ -30,12 +30,27 @@ def check(opt: Any) -> None:
             "inside it: opt.inner_optimizer."
         )
         raise SettingError(message)
+    if changes_gradients(opt):
+        message = (
+            "opt was made with gradient_aggregator or gradient_transformers, which "
+            "change the gradients after they were found finite. Change them before "
+            "apply_gradients instead."
+        )
+        raise SettingError(message)
     if getattr(opt, "loss_scale_factor", None) is not None:
         message = (
             f"opt has loss_scale_factor={opt.loss_scale_factor!r} and would divide the "
             "gradients once more. Set it to None; this wrapper scales the loss."
         )
         raise SettingError(message)
+
+
+def changes_gradients(opt: Any) -> bool:
+    """Whether a legacy optimizer of tf_keras was given functions that change them."""
+    aggregator = getattr(opt, "gradient_aggregator", None)
+    usual = getattr(aggregator, "__name__", None) == "all_reduce_sum_gradients"
+    replaced = aggregator is not None and not usual
+    return bool(getattr(opt, "gradient_transformers", None)) or replaced
 
 
 def is_keras(opt: Any) -> bool:
@@ -80,7 +95,7 @@ def build(opt: Any, var_list: list[Any]) -> None:
 
 
 def gradients(
-    loss: Callable[[], Any], var_list: Any, tape: Any = None
+    loss: Callable[[], Any], var_list: Any, tape: Any = None, grad_loss: Any = None
 ) -> list[tuple[Any, Any]]:
     """Return pairs of gradient and variable of a loss, by a tape.
 
@@ -88,13 +103,15 @@ def gradients(
         loss: Returns the loss; what it does is recorded.
         var_list: The variables, or a callable that returns them after the loss.
         tape: One that has recorded what came before, if anything did.
+        grad_loss: The gradient of the loss, if it is not 1.
     """
     with tape or tf.GradientTape() as recording:
         value = loss()
     if var_list is None:
         var_list = recording.watched_variables()
     listed = list(var_list() if callable(var_list) else var_list)
-    found = recording.gradient(value, [as_tensorflow(variable) for variable in listed])
+    sources = [as_tensorflow(variable) for variable in listed]
+    found = recording.gradient(value, sources, output_gradients=grad_loss)
     return list(zip(found, listed, strict=True))
 
 

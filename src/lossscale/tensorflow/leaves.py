@@ -6,12 +6,14 @@ done to a gradient is done to its values. Anything that is not floating-point is
 `GradientError` that names the place.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from lossscale.core.errors import GradientError
+from lossscale.core.headroom import largest_addend, largest_sum
 from lossscale.core.state import Array
 
 Leaf: TypeAlias = Any
@@ -81,24 +83,54 @@ def multiplied(leaf: Leaf, factor: Array) -> Leaf:
     return with_values(leaf, numbers * tf.cast(factor, numbers.dtype))
 
 
-def is_finite(leaf: Leaf, replicas: int = 1) -> Array:
+def is_finite(leaf: Leaf, addends: int = 1, largest: float = math.inf) -> Array:
     """Return whether a gradient is finite, and stays so when it is added up.
 
-    Two sums are still to come after a check. Optimizers add up the rows of a sparse
-    gradient that have the same index; under a strategy they add up the gradients of
-    all replicas. Finite numbers can overflow there, and nobody would look again.
+    Sums are still to come after a check: optimizers add up the rows of a sparse
+    gradient that have the same index, and gradients of all replicas. Finite numbers
+    can overflow there, and nobody would look again.
+
+    Args:
+        leaf: A gradient.
+        addends: How many gradients of that size are added up, over replicas and
+            micro-batches.
+        largest: What their sum may be at most.
     """
+    if isinstance(leaf, tf.IndexedSlices):
+        return _is_finite_sparse(leaf, addends, largest)
     numbers = values(leaf)
-    largest = numbers.dtype.max / replicas
-    if not isinstance(leaf, tf.IndexedSlices):
-        if replicas == 1:
-            return tf.reduce_all(tf.math.is_finite(numbers))
-        # NaN and infinity fail the comparison too.
-        return tf.reduce_all(tf.abs(numbers) <= largest)
-    wide = tf.abs(values(widened(leaf)))
+    if addends == 1 and math.isinf(largest):
+        return tf.reduce_all(tf.math.is_finite(numbers))
+    bound = min(largest_addend(numbers.dtype.name, addends), largest / addends)
+    # In float32, where the bound is not rounded; NaN and infinity fail as well.
+    return tf.reduce_all(tf.abs(values(widened(leaf))) <= bound)
+
+
+def _is_finite_sparse(leaf: Any, addends: int, largest: float) -> Array:
+    """Return whether the rows of a sparse gradient stay finite when added up.
+
+    Magnitudes are added: the order in which optimizers add rows is not known, and what
+    cancels in the end may have overflowed on the way.
+    """
+    magnitudes = tf.abs(values(widened(leaf)))
+    count = tf.shape(magnitudes)[0]
+
+    def are_within(sums: Array, rows: Array) -> Array:
+        exact = largest_sum(
+            values(leaf).dtype.name, tf.cast(rows * addends, sums.dtype)
+        )
+        return tf.reduce_all(
+            sums * addends <= tf.minimum(exact, _finite(largest, sums))
+        )
+
     # However the indices repeat, no sum exceeds that of all rows.
-    surely = tf.reduce_all(tf.reduce_sum(wide, axis=0) <= float(largest))
-    return _either(surely, lambda: _sums_are_within(leaf, float(largest)))
+    surely = are_within(tf.reduce_sum(magnitudes, axis=0), tf.maximum(count, 1))
+    return _either(surely, lambda: are_within(*_sums(leaf.indices, magnitudes, count)))
+
+
+def _finite(largest: float, like: Array) -> Array:
+    """Return a bound in the dtype of what it bounds; there is none beyond its range."""
+    return tf.cast(min(largest, float(like.dtype.max)), like.dtype)
 
 
 def _either(first: Array, second: Callable[[], Array]) -> Array:
@@ -108,16 +140,18 @@ def _either(first: Array, second: Callable[[], Array]) -> Array:
     return tf.cond(first, lambda: tf.constant(True), second)
 
 
-def _sums_are_within(leaf: Any, largest: float) -> Array:
-    """Return whether the sums over rows with the same index are within bounds.
+def _sums(indices: Array, rows: Array, count: Array) -> tuple[Array, Array]:
+    """Return the sums over rows with the same index, and how many rows each has.
 
     Sorted by index, equal indices stand together and can be numbered without
     `tf.unique`, whose result has a size that XLA cannot know.
     """
-    order = tf.argsort(leaf.indices)
-    indices = tf.gather(leaf.indices, order)
-    rows = tf.gather(values(widened(leaf)), order)
+    order = tf.argsort(indices)
+    indices = tf.gather(indices, order)
     is_new = tf.cast(tf.not_equal(indices[1:], indices[:-1]), tf.int32)
     segments = tf.concat([[0], tf.cumsum(is_new)], axis=0)
-    sums = tf.math.unsorted_segment_sum(rows, segments, tf.shape(rows)[0])
-    return tf.reduce_all(tf.abs(sums) <= largest)
+    add = tf.math.unsorted_segment_sum
+    sums = add(tf.gather(rows, order), segments, count)
+    rows_each = tf.maximum(add(tf.ones_like(segments), segments, count), 1)
+    shape = tf.concat([[count], tf.ones(tf.rank(rows) - 1, tf.int32)], axis=0)
+    return sums, tf.reshape(rows_each, shape)

@@ -6,15 +6,22 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.core import checks, classic
-from lossscale.core.errors import SettingError, StructureError
+from lossscale.core import checks, classic, headroom
+from lossscale.core.errors import SettingError, SettingTypeError, StructureError
+from lossscale.core.state import Array
 from lossscale.tensorflow import inner, leaves, replicas
 from lossscale.tensorflow.autograph import unconverted, unconverted_methods
 from lossscale.tensorflow.binding import BINDING
 from lossscale.tensorflow.classic import DynamicLossScale, FixedLossScale
 
 
-@unconverted_methods("compute_gradients", "apply_gradients", "minimize")
+@unconverted_methods(
+    "compute_gradients",
+    "apply_gradients",
+    "minimize",
+    "get_scaled_loss",
+    "get_unscaled_gradients",
+)
 class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimizer):
     """An optimizer that scales its loss and never applies non-finite gradients.
 
@@ -68,7 +75,7 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
             "count_skipped_steps", count_skipped_steps
         )
         tf.compat.v1.train.Optimizer.__init__(
-            self, getattr(opt, "_use_locking", False), inner.name(opt)
+            self, use_locking=False, name=inner.name(opt)
         )
         # The names under which MixedPrecisionLossScaleOptimizer saved them.
         for name, child in (("base_optimizer", opt), ("loss_scale", self._loss_scale)):
@@ -84,6 +91,10 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
     def iterations(self) -> Any:
         """The step counter of a Keras optimizer; TensorFlow 1's have none."""
         return self._optimizer.iterations
+
+    @iterations.setter
+    def iterations(self, value: Any) -> None:
+        self._optimizer.iterations = value
 
     @property
     def learning_rate(self) -> Any:
@@ -131,23 +142,51 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
             tape: The `tf.GradientTape` that recorded a loss given as a tensor.
             **keywords: Anything else that an optimizer of TensorFlow 1 takes.
         """
+        if keywords.get("grad_loss") is not None:
+            # As wide as the scaled loss.
+            given = leaves.checked("grad_loss", "", keywords["grad_loss"])
+            keywords["grad_loss"] = leaves.widened(given)
         if tape is None and not inner.is_keras(self._optimizer):
             pairs = super().compute_gradients(loss, var_list, *arguments, **keywords)
         else:
-            if tape is None and not callable(loss):
-                message = (
-                    "loss must be a callable, or come with the tape that recorded it: "
-                    "minimize(loss, var_list=variables, tape=tape)."
-                )
-                raise SettingError(message)
-            scaled = inner.gradients(
-                lambda: self.get_scaled_loss(loss() if callable(loss) else loss),
-                var_list,
-                tape,
+            pairs = self._gradients_by_tape(
+                loss, var_list, tape, *arguments, **keywords
             )
-            unscaled = self.get_unscaled_gradients(grad for grad, _ in scaled)
-            pairs = [(g, var) for g, (_, var) in zip(unscaled, scaled, strict=True)]
         return [(_as_variable(grad, var), var) for grad, var in pairs]
+
+    def _gradients_by_tape(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: Any,
+        *arguments: Any,
+        grad_loss: Any = None,
+        **keywords: Any,
+    ) -> list[tuple[Any, Any]]:
+        """Compute gradients for an optimizer that has no method for it."""
+        if tape is None and not callable(loss):
+            message = (
+                "loss must be a callable, or come with the tape that recorded it: "
+                "minimize(loss, var_list=variables, tape=tape)."
+            )
+            raise SettingError(message)
+        if arguments or keywords:
+            message = (
+                f"{[*arguments, *keywords]} are arguments for optimizers of TensorFlow "
+                "1. With a Keras optimizer, or a tape, there are loss, var_list, tape "
+                "and grad_loss."
+            )
+            raise SettingTypeError(message)
+        scale = self._current()
+
+        def scaled_loss() -> Any:
+            value = loss() if callable(loss) else loss
+            return self._binding.scale_loss(value, scale)
+
+        pairs = inner.gradients(scaled_loss, var_list, tape, grad_loss)
+        unscaled = self._binding.unscale([gradient for gradient, _ in pairs], scale)
+        variables = [variable for _, variable in pairs]
+        return list(zip(unscaled, variables, strict=True))
 
     def apply_gradients(
         self, grads_and_vars: Iterable[Any], *arguments: Any, **keywords: Any
@@ -155,8 +194,9 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
         """Apply unscaled gradients if they are finite, then update the loss scale.
 
         On a skipped step the wrapped optimizer is not called at all: weights, slots
-        and step counters stay as they are. If it raises, the scale does not move.
-        Under a strategy it is called in replica context, inside `strategy.run`.
+        and step counters stay as they are. If it raises, the scale does not move;
+        what it had written by then stays. Under a strategy this is called in replica
+        context, inside `strategy.run`.
 
         Args:
             grads_and_vars: Pairs of gradient and variable; an iterator will do.
@@ -171,9 +211,10 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
         Raises:
             ContextError: If called in cross-replica context (a ValueError).
             GradientError: If a gradient is not floating-point (a TypeError).
-            StructureError: If no variable has a gradient (a ValueError).
+            StructureError: If no variable has a gradient, or a gradient has another
+                shape than its variable (a ValueError).
         """
-        replicas.check_is_one("apply_gradients")
+        replicas.check_replica_context("apply_gradients")
         pairs = [(_as_variable(grad, var), var) for grad, var in grads_and_vars]
         variables = [variable for _, variable in pairs]
         if all(gradient is None for gradient, _ in pairs):
@@ -245,8 +286,36 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
                 children[f"optimizer_variable_{index}"] = variable
         return children
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what would be set in vain: settings of the wrapped optimizer."""
+        wrapped = self.__dict__.get("_optimizer")
+        own = name.startswith("_") or hasattr(type(self), name)
+        if not own and hasattr(wrapped, name):
+            message = (
+                f"{name} belongs to the optimizer inside; set it there: "
+                f"optimizer.inner_optimizer.{name} = ..."
+            )
+            raise AttributeError(message)
+        super().__setattr__(name, value)
+
     def _check_optimizer(self, opt: Any) -> None:
         inner.check(opt)
+
+    def _can_be_applied(self, gradients: list[Any], variables: list[Any]) -> Array:
+        """Return whether the gradients are finite, and stay so when applied.
+
+        Replicas and micro-batches are added up; moments and norms are squares.
+        """
+        replica_count = tf.distribute.get_strategy().num_replicas_in_sync
+        addends = replica_count * headroom.accumulated(self._optimizer)
+        elements = sum(map(_size, variables))
+
+        def is_finite(leaf: Any) -> Array:
+            dtype = leaves.values(leaf).dtype.name
+            largest = headroom.largest_square_root(self._optimizer, dtype, elements)
+            return leaves.is_finite(leaf, addends, largest)
+
+        return replicas.all_finite(gradients, is_finite)
 
     def _skip(self, global_step: Any = None, *_: Any, **__: Any) -> Any:
         if not self._count_skipped_steps:
@@ -300,8 +369,23 @@ def _as_variable(gradient: Any, variable: Any) -> Any:
     """
     if gradient is None:
         return None
-    checked = leaves.checked("gradient", getattr(variable, "name", ""), gradient)
+    name = getattr(variable, "name", "")
+    checked = leaves.checked("gradient", name, gradient)
     dtype = getattr(variable, "dtype", None)
     if dtype is None:
         return checked
+    shape, wanted = leaves.values(checked).shape, tf.TensorShape(variable.shape)
+    if isinstance(checked, tf.IndexedSlices):
+        shape, wanted = shape[1:], wanted[1:]
+    if not shape.is_compatible_with(wanted):
+        message = (
+            f"The gradient of {name} has the shape {shape}, and its variable {wanted}."
+        )
+        raise StructureError(message)
     return leaves.cast(checked, tf.as_dtype(dtype).base_dtype)
+
+
+def _size(variable: Any) -> int:
+    """Return how many numbers a variable holds; 1 where that is not known."""
+    shape = tf.TensorShape(getattr(variable, "shape", ()))
+    return shape.num_elements() or 1

@@ -19,33 +19,33 @@ from lossscale.core.state import Array
 from lossscale.tensorflow import leaves, verbs
 
 
-def are_all_here() -> bool:
+def in_cross_replica_context() -> bool:
     """Whether this is the cross-replica context of a strategy."""
     return bool(
         tf.distribute.has_strategy() and tf.distribute.in_cross_replica_context()
     )
 
 
-def is_one_of_them() -> bool:
+def in_replica_context() -> bool:
     """Whether this is the replica context of a strategy."""
-    return bool(tf.distribute.has_strategy() and not are_all_here())
+    return bool(tf.distribute.has_strategy() and not in_cross_replica_context())
 
 
-def check_all_here(method: str) -> None:
+def check_cross_replica_context(method: str) -> None:
     """Raise, saying what to do, when called from inside one replica."""
-    if is_one_of_them():
+    if in_replica_context():
         message = (
             f"{method}() was called in replica context, inside strategy.run; the loss "
             "scale is one for all replicas. Use a LossScaleOptimizer, or merge first: "
-            "tf.distribute.get_replica_context().merge_call(lambda strategy, grads: "
-            f"loss_scale.{method}(grads), args=(grads,))."
+            "tf.distribute.get_replica_context().merge_call(lambda strategy, given: "
+            f"....{method}(given), args=(given,)), with what {method}() takes."
         )
         raise ContextError(message)
 
 
-def check_is_one(method: str) -> None:
+def check_replica_context(method: str) -> None:
     """Raise, saying what to do, when called across replicas."""
-    if are_all_here():
+    if in_cross_replica_context():
         message = (
             f"{method}() was called in cross-replica context; gradients are applied in "
             "each replica. Call it inside strategy.run(step)."
@@ -55,7 +55,7 @@ def check_is_one(method: str) -> None:
 
 def merge(function: Callable[..., Any], *lists: list[Any]) -> Any:
     """Call a function once, with the gradients and variables of all replicas."""
-    if not is_one_of_them():
+    if not in_replica_context():
         return function(*lists)
     return tf.distribute.get_replica_context().merge_call(
         lambda _, *merged: function(*merged), args=lists
@@ -64,24 +64,28 @@ def merge(function: Callable[..., Any], *lists: list[Any]) -> Any:
 
 def spread(function: Callable[..., Any], *lists: list[Any]) -> Any:
     """Call a function in each replica, with that replica's own part of the lists."""
-    if not are_all_here():
+    if not in_cross_replica_context():
         return function(*lists)
     strategy = tf.distribute.get_strategy()
     results = strategy.extended.call_for_each_replica(function, args=lists)
     return None if tf.executing_eagerly() else strategy.group(results)
 
 
-def all_finite(grads: Any, *, to_be_summed: bool) -> Array:
-    """Return whether the gradients of every replica are finite."""
+def all_finite(grads: Any, is_finite: Callable[[Any], Array] | None = None) -> Array:
+    """Return whether the gradients of every replica are finite.
+
+    Args:
+        grads: A nest of gradients; across replicas, of those of all.
+        is_finite: Looks at one gradient, unless finiteness is all that is asked.
+    """
 
     def own_finite(own: Any) -> Array:
         checked = trees.map_leaves(partial(leaves.checked, "gradient"), own)
-        return verbs.all_finite(checked, addends)
+        return verbs.all_finite(checked, is_finite or leaves.is_finite)
 
-    strategy = tf.distribute.get_strategy()
-    addends = strategy.num_replicas_in_sync if to_be_summed else 1
-    if not are_all_here():
+    if not in_cross_replica_context():
         return own_finite(grads)
+    strategy = tf.distribute.get_strategy()
     flags = strategy.extended.call_for_each_replica(own_finite, args=(grads,))
     return agreed(flags)
 

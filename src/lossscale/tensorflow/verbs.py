@@ -11,10 +11,11 @@ The rule is not restated here: `update` lends `tf.where` to the policy.
 
 Losses and gradients are nests of dict, list, tuple and NamedTuple; `None` passes
 through. Leaves are float16, bfloat16, float32 or float64 tensors, `tf.IndexedSlices`
-(which stay sparse) or `tf.RaggedTensor`. Nothing here asks a device for a value.
+(which stay sparse) or `tf.RaggedTensor`. Nothing here asks a device for a value,
+except eagerly for sparse gradients.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -176,7 +177,12 @@ def select(finite: Any, new: Any, old: Any) -> Any:
 
 def divided(grads: Any, loss_scale: Array) -> Any:
     """Return checked gradients times 1 / scale, without looking at the result."""
-    inverse = 1.0 / tf.convert_to_tensor(loss_scale, tf.float32)
+    divisor = tf.convert_to_tensor(loss_scale, tf.float32)
+    # The reciprocal of a scale above 2**126 is subnormal, and TensorFlow takes it for
+    # zero: every gradient would be 0 and every step clean. NaN makes the step a bad
+    # one, which lowers the scale.
+    is_too_large = tf.logical_not(divisor <= 2.0**126)
+    inverse = tf.where(is_too_large, float("nan"), 1.0 / divisor)
     return trees.map_leaves(
         lambda _, leaf: leaves.multiplied(leaves.widened(leaf), inverse), grads
     )
@@ -191,9 +197,11 @@ def flag(finite: Any) -> Array:
     return flags if flags.shape.rank == 0 else tf.reshape(flags, ())
 
 
-def all_finite(grads: Any, replicas: int = 1) -> Array:
+def all_finite(
+    grads: Any, is_finite: Callable[[Any], Array] = leaves.is_finite
+) -> Array:
     """Return whether every leaf is finite; a nest without leaves is."""
-    flags = [leaves.is_finite(leaf, replicas) for _, leaf in trees.leaves(grads)]
+    flags = [is_finite(leaf) for _, leaf in trees.leaves(grads)]
     return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
 
 
@@ -217,9 +225,10 @@ def _booleans(finite: Any) -> Array:
         raise GradientError(message)
     if tensor.dtype.is_bool:
         return tensor
-    # A NaN that is known only when the graph runs counts as not finite.
-    # tf.equal and not ==, which compares objects in a graph of TensorFlow 1.
-    return tf.logical_and(tf.not_equal(tensor, 0), tf.equal(tensor, tensor))
+    number = tf.cast(tensor, tf.float64)
+    # NaN or infinity that is known only when the graph runs counts as not finite.
+    # tf.not_equal and not !=, which compares objects in a graph of TensorFlow 1.
+    return tf.logical_and(tf.not_equal(number, 0), tf.math.is_finite(number))
 
 
 def _has_nan(constant: Array) -> bool:

@@ -193,8 +193,8 @@ def test_a_flag_may_be_any_number_and_nan_is_never_finite(mode, dtype):
 
         return step
 
-    values = [1, 0] + ([np.nan] if dtype.startswith("float") else [])
-    expected = [16.0, 8.0, 4.0][: len(values)]
+    values = [1, 0] + ([np.nan, np.inf] if dtype.startswith("float") else [])
+    expected = [16.0, 8.0, 4.0, 2.0][: len(values)]
     with MODES[mode](build, np.zeros((), dtype)) as run:
         assert expected == [run(np.asarray(x, dtype)).item() for x in values]
 
@@ -288,8 +288,10 @@ def test_repr_shows_the_state_eagerly_and_only_settings_in_a_graph():
         "DynamicLossScale(initial_loss_scale=8.0, increment_period=5, multiplier=2.0)"
     )
     with tf.Graph().as_default():
-        assert settings == repr(ls.DynamicLossScale(8, 5, 2))
+        made = ls.DynamicLossScale(8, 5, 2)
+        assert settings == repr(made)
         assert settings == repr(loss_scale)
+    assert settings == repr(made)
 
 
 def test_a_deep_copy_is_independent_and_still_checkpointed():

@@ -371,12 +371,8 @@ def test_the_scale_stays_when_an_op_of_the_wrapped_optimizer_fails(mode):
         weight = tf.Variable(1.0)
         made[:] = [ls.DynamicLossScale(8, 1, 2)]
         optimizer = ls.LossScaleOptimizer(Fails(1.0), made[0])
-        reads = []
 
         def step(gradient):
-            state = tf.convert_to_tensor(weight), made[0]()
-            if reads:
-                return state
             applied = optimizer.apply_gradients([(gradient, weight)])
             with tf.control_dependencies([applied]):
                 return tf.convert_to_tensor(weight), made[0]()
@@ -583,11 +579,12 @@ def test_gradients_that_are_none_are_named():
 
 
 @kinds
-def test_whatever_gradients_arrive_weights_and_slots_stay_finite(kind):
+@pytest.mark.parametrize("optimizers", [MOMENTUM, ADAM], ids=["momentum", "adam"])
+def test_whatever_gradients_arrive_weights_and_slots_stay_finite(kind, optimizers):
     rng = np.random.default_rng(7)
     weight = variable(kind, np.ones(6, np.float32))
     optimizer = ls.LossScaleOptimizer(
-        MOMENTUM[kind](1e-3), ls.DynamicLossScale(2.0**15, 3, floor=2.0**-20)
+        optimizers[kind](1e-3), ls.DynamicLossScale(2.0**15, 3, floor=2.0**-20)
     )
 
     @tf.function
@@ -604,3 +601,173 @@ def test_whatever_gradients_arrive_weights_and_slots_stay_finite(kind):
         assert np.isfinite(value(weight)).all()
         assert all(np.isfinite(np.asarray(x)).all() for x in state_of(optimizer))
         assert 2.0**-20 <= float(optimizer.loss_scale()) < np.inf
+
+
+@kinds
+def test_a_gradient_whose_square_is_infinite_is_not_applied(kind):
+    weight = variable(kind, 1.0)
+    optimizer = ls.LossScaleOptimizer(ADAM[kind](1.0), ls.DynamicLossScale(8))
+    optimizer.apply_gradients([(tf.constant(1e20), weight)])
+    assert (1.0, 4.0) == (value(weight), float(optimizer.loss_scale()))
+    optimizer.apply_gradients([(tf.constant(1e18), weight)])
+    assert np.isfinite(value(weight))
+    assert 1.0 != value(weight)
+
+
+def test_norms_and_accumulators_have_room_too():
+    weights = [keras.Variable(1.0), keras.Variable(1.0)]
+    clipped = keras.optimizers.SGD(1.0, global_clipnorm=1.0)
+    optimizer = ls.LossScaleOptimizer(clipped, ls.DynamicLossScale(8))
+    optimizer.apply_gradients([(tf.constant(1e20), weight) for weight in weights])
+    assert [1.0, 1.0] == [value(weight) for weight in weights]
+    added = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    optimizer = ls.LossScaleOptimizer(added, ls.DynamicLossScale(8))
+    for _ in range(2):
+        optimizer.apply_gradients([(tf.constant(3e38), weights[0])])
+    assert 1.0 == value(weights[0])
+
+
+@kinds
+def test_rows_are_added_up_in_float16_for_a_float16_variable(kind):
+    if kind == "v1":
+        pytest.skip("TensorFlow 1 has no sparse update of float16 on a CPU")
+    table = variable(kind, [[1.0], [2.0]], "float16")
+    optimizer = ls.LossScaleOptimizer(OPTIMIZERS[kind](1.0), ls.DynamicLossScale(8))
+    rows = np.full((271, 1), 20.0, np.float16)
+    rows[0] = 60000.0
+    indices = tf.zeros(len(rows), tf.int32)
+    sparse = tf.IndexedSlices(tf.constant(rows), indices, tf.constant([2, 1]))
+    optimizer.apply_gradients([(sparse, table)])
+    assert [[1.0], [2.0]] == value(table)
+
+
+@kinds
+def test_a_gradient_of_another_shape_changes_nothing(kind):
+    first, second = variable(kind, [1.0, 1.0]), variable(kind, [1.0, 1.0])
+    optimizer = ls.LossScaleOptimizer(OPTIMIZERS[kind](1.0), ls.DynamicLossScale(8, 1))
+    with pytest.raises(StructureError, match=r"shape \(3,\)"):
+        optimizer.apply_gradients([(tf.ones(2), first), (tf.ones(3), second)])
+    wide = tf.IndexedSlices(tf.ones((1, 3)), tf.constant([0]))
+    with pytest.raises(StructureError, match="shape"):
+        optimizer.apply_gradients([(tf.ones(2), first), (wide, second)])
+    assert ([1.0, 1.0], 8.0) == (value(first), float(optimizer.loss_scale()))
+
+
+def test_66_an_optimizer_that_changes_gradients_after_the_check_is_refused():
+    def poison(pairs):
+        return [(gradient * np.nan, weight) for gradient, weight in pairs]
+
+    legacy = tf_keras.optimizers.legacy.SGD
+    for option in (
+        {"gradient_transformers": [poison]},
+        {"gradient_aggregator": poison},
+    ):
+        with pytest.raises(SettingError, match="after they were found finite"):
+            ls.LossScaleOptimizer(legacy(1.0, **option), 8)
+    ls.LossScaleOptimizer(legacy(1.0), 8)
+
+
+def test_67_68_settings_are_not_set_in_vain_and_iterations_can_be_set():
+    optimizer = ls.LossScaleOptimizer(tf_keras.optimizers.SGD(1.0), 8)
+    for name in ("lr", "clipnorm", "momentum"):
+        with pytest.raises(AttributeError, match=f"inner_optimizer.{name}"):
+            setattr(optimizer, name, 0.5)
+    optimizer.iterations = tf.Variable(7, dtype=tf.int64)
+    assert 7 == value(optimizer.inner_optimizer.iterations)
+    with pytest.raises(AttributeError):
+        optimizer.loss_scale = 4
+    optimizer.note = "of one's own"
+    assert "of one's own" == optimizer.note
+
+
+def test_arguments_that_a_keras_optimizer_does_not_take_are_refused():
+    weight = keras.Variable(1.0)
+    optimizer = ls.LossScaleOptimizer(keras.optimizers.SGD(0.5), 8)
+    with pytest.raises(TypeError, match="gate_gradients"):
+        optimizer.minimize(lambda: 1.0 * weight, [weight], gate_gradients=1)
+    optimizer.minimize(lambda: 1.0 * weight, [weight], grad_loss=tf.constant(3.0))
+    assert -0.5 == value(weight)
+
+
+def test_39_the_gradient_of_the_loss_may_be_given_for_a_float16_loss():
+    with tf.Graph().as_default(), v1.Session() as session:
+        weight = tf.Variable(5.0)
+        optimizer = ls.LossScaleOptimizer(v1.train.GradientDescentOptimizer(1.0), 10)
+        loss = tf.cast(weight, tf.float16)
+        ((plain, _),) = optimizer.compute_gradients(loss, [weight])
+        ((tripled, _),) = optimizer.compute_gradients(
+            loss, [weight], grad_loss=tf.constant(3.0, tf.float16)
+        )
+        (scaled,) = tf.gradients(optimizer.get_scaled_loss(loss), [weight])
+        session.run(v1.global_variables_initializer())
+        assert [1.0, 3.0, 10.0] == session.run([plain, tripled, scaled])
+
+
+def test_a_manager_may_return_a_tensor_in_a_graph():
+    class Doubling(ls.LossScaleManager):
+        def __init__(self):
+            self.value = tf.Variable(8.0, trainable=False)
+
+        def get_loss_scale(self):
+            return tf.convert_to_tensor(self.value)
+
+        def update_loss_scale(self, finite_grads):
+            return tf.identity(self.value.assign(self.value * 2.0))
+
+    with tf.Graph().as_default(), v1.Session() as session:
+        weight, manager = tf.Variable(1.0), Doubling()
+        optimizer = ls.LossScaleOptimizer(
+            v1.train.GradientDescentOptimizer(1.0), manager
+        )
+        train = optimizer.apply_gradients([(tf.constant(0.5), weight)])
+        session.run(v1.global_variables_initializer())
+        session.run(train)
+        assert 16.0 == session.run(manager.value)
+
+
+def test_the_op_of_a_loss_scale_of_ones_own_runs_in_a_session():
+    class Counting(ls.LossScale):
+        def __init__(self):
+            self.asked = tf.Variable(0, trainable=False)
+
+        def __call__(self):
+            return tf.constant(8.0)
+
+        def update(self, grads):
+            return self.asked.assign_add(1), tf.constant(True)
+
+        def get_config(self):
+            return {}
+
+    with tf.Graph().as_default(), v1.Session() as session:
+        weight, loss_scale = tf.Variable(1.0), Counting()
+        optimizer = ls.LossScaleOptimizer(
+            v1.train.GradientDescentOptimizer(1.0), loss_scale
+        )
+        train = optimizer.apply_gradients([(tf.constant(0.5), weight)])
+        session.run(v1.global_variables_initializer())
+        for _ in range(3):
+            session.run(train)
+        assert 3 == session.run(loss_scale.asked)
+
+
+def test_gradients_come_in_the_dtype_of_their_variable_and_are_checked():
+    half = tf.Variable(1.0, dtype=tf.float16)
+    optimizer = ls.LossScaleOptimizer(v1.train.GradientDescentOptimizer(1.0), 2.0**17)
+    scaled = optimizer.get_scaled_loss(tf.constant(2.0, tf.float16))
+    assert (tf.float32, 2.0**18) == (scaled.dtype, float(scaled))
+    optimizer = ls.LossScaleOptimizer(v1.train.GradientDescentOptimizer(1.0), 8)
+    ((gradient, _),) = optimizer.compute_gradients(lambda: half * 2.0, [half])
+    assert tf.float16 == gradient.dtype
+    with pytest.raises(GradientError):
+        optimizer.get_unscaled_gradients([tf.constant(1)])
+
+
+def test_autograph_leaves_our_methods_alone():
+    for kind, names in (
+        (ls.LossScaleOptimizer, ("minimize", "apply_gradients", "get_scaled_loss")),
+        (ls.DynamicLossScale, ("update", "__call__")),
+        (ls.ExponentialUpdateLossScaleManager, ("update_loss_scale",)),
+    ):
+        for name in names:
+            assert "do_not_convert" in str(vars(kind)[name].autograph_info__)

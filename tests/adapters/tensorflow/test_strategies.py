@@ -221,12 +221,17 @@ def test_the_advice_of_that_error_works(name, compiled):
     strategy = STRATEGIES[name]()
     with strategy.scope():
         loss_scale = ls.DynamicLossScale(8, 1, 2)
+        manager = ls.ExponentialUpdateLossScaleManager(8, 1, 1, 2, 0.5)
 
     def step(bad):
         wrong = tf.equal(tf.cast(replica(), tf.int32), bad)
         grads = [tf.where(wrong, np.float32(np.inf), np.float32(1))]
         tf.distribute.get_replica_context().merge_call(
-            lambda strategy, grads: loss_scale.update(grads)[0], args=(grads,)
+            lambda strategy, given: loss_scale.update(given)[0], args=(grads,)
+        )
+        finite = tf.reduce_all(tf.math.is_finite(grads[0]))
+        tf.distribute.get_replica_context().merge_call(
+            lambda strategy, given: manager.update_loss_scale(given), args=(finite,)
         )
 
     def run(bad):
@@ -235,7 +240,7 @@ def test_the_advice_of_that_error_works(name, compiled):
     run = tf.function(run) if compiled else run
     for bad, expected in ((-1, 16.0), (0, 8.0), (-1, 16.0)):
         run(tf.constant(bad))
-        check_equal_copies(expected, loss_scale.current_loss_scale)
+        check_equal_copies(expected, loss_scale.current_loss_scale, manager.loss_scale)
 
 
 @strategies
@@ -387,3 +392,85 @@ def test_what_is_no_gradient_is_named_across_replicas_too(name):
             loss_scale.update({"table": tf.constant(1)})
         assert bool(loss_scale.update({"table": 1.0, "none": None})[1])
     check_equal_copies(16.0, loss_scale.current_loss_scale)
+
+
+@strategies
+@pytest.mark.parametrize("kind", ["loss scale", "manager"])
+def test_a_session_of_tensorflow_1_moves_all_copies(name, kind):
+    """Nothing orders ops there but what an op says it waits for."""
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+        strategy = STRATEGIES[name]()
+        with strategy.scope():
+            weight = tf.Variable(1.0)
+            counter = tf.Variable(
+                0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
+            )
+            scale = (
+                ls.DynamicLossScale(8, 1)
+                if kind == "loss scale"
+                else ls.ExponentialUpdateLossScaleManager(8, 1, 1, 2, 0.5)
+            )
+            optimizer = ls.LossScaleOptimizer(
+                v1.train.GradientDescentOptimizer(1.0), scale, count_skipped_steps=True
+            )
+            fed = v1.placeholder(tf.float32, ())
+            share = fed / strategy.num_replicas_in_sync
+            train = strategy.run(
+                lambda: optimizer.apply_gradients([(share * 1.0, weight)], counter)
+            )
+            read = [weight.read_value(), optimizer._current(), counter.read_value()]
+            session.run(v1.global_variables_initializer())
+            seen = []
+            for gradient in (0.5, np.nan):
+                local = strategy.experimental_local_results(train)
+                session.run(local, {fed: gradient})
+                seen.append(session.run(read))
+    assert [[0.5, 16.0, 1], [0.5, 8.0, 2]] == seen
+
+
+def test_an_update_looks_at_gradients_and_not_at_their_sum():
+    with mirrored(2).scope():
+        assert bool(ls.DynamicLossScale(8).update([tf.constant(3e38)])[1])
+
+
+@kinds
+def test_rows_that_cancel_in_one_replica_do_not_in_the_sum_of_all(kind):
+    strategy = mirrored(2)
+    with strategy.scope():
+        table = make_variable(kind, [[1.0], [1.0]])
+        optimizer = ls.LossScaleOptimizer(OPTIMIZERS[kind](1.0), ls.DynamicLossScale(8))
+
+    @tf.function
+    def run():
+        def step():
+            first = tf.equal(tf.cast(replica(), tf.int32), 0)
+            rows = tf.where(first, [[1.6e38], [0.0]], [[3e38], [-3e38]])
+            sparse = tf.IndexedSlices(rows, tf.constant([0, 0]), tf.constant([2, 1]))
+            optimizer.apply_gradients([(sparse, table)])
+
+        strategy.run(step)
+
+    run()
+    assert [[1.0], [1.0]] == value(table)
+
+
+@pytest.mark.parametrize("kind", ["v1", "keras 3"])
+def test_a_third_of_the_largest_float16_number_is_rounded_up(kind):
+    strategy = mirrored(3)
+    with strategy.scope():
+        weight = make_variable(kind, 0.0, "float16")
+        optimizer = ls.LossScaleOptimizer(OPTIMIZERS[kind](1.0), ls.DynamicLossScale(8))
+    largest_third = np.float16(65504) / np.float16(3)
+    assert np.isinf(np.float16(3) * largest_third)
+
+    @tf.function
+    def run(gradient):
+        strategy.run(
+            lambda own: optimizer.apply_gradients([(own * 1, weight)]), args=(gradient,)
+        )
+
+    run(tf.constant(largest_third))
+    assert 0.0 == value(weight)
+    run(tf.constant(np.float16(20000)))
+    assert -60000.0 == value(weight)

@@ -70,11 +70,8 @@ class Binding(Protocol):
         """Return what a user passed as `finite` as a boolean scalar, or raise."""
         ...
 
-    def all_finite(self, grads: Any, *, to_be_summed: bool = False) -> Array:
-        """Return whether a nest of gradients is finite, as a boolean scalar.
-
-        Gradients that are `to_be_summed` over replicas must be finite as a sum too.
-        """
+    def all_finite(self, grads: Any) -> Array:
+        """Return whether a nest of gradients is finite, as a boolean scalar."""
         ...
 
     def update(self, policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:

@@ -125,7 +125,7 @@ class LossScaleOptimizer:
             return self._optimizer.apply_gradients(own, *arguments, **keywords)
 
         def step(gradients: list[Any], variables: list[Any]) -> Any:
-            finite = self._binding.all_finite(gradients, to_be_summed=True)
+            finite = self._can_be_applied(gradients, variables)
             permitted, update = self._decide(finite, gradients)
             if self._skip_nonfinite:
                 permitted = permitted & finite
@@ -175,6 +175,11 @@ class LossScaleOptimizer:
                 )
                 raise SettingError(message)
 
+    def _can_be_applied(self, gradients: list[Any], variables: list[Any]) -> Array:
+        """Return whether the gradients are finite, and stay so when applied."""
+        del variables
+        return self._binding.all_finite(gradients)
+
     def _skip(self, *arguments: Any, **keywords: Any) -> Any:
         """Do what a skipped step does in place of applying: nothing."""
 
@@ -198,7 +203,7 @@ class LossScaleOptimizer:
             scale
         ):
             always = isinstance(scale, FixedLossScale)
-            permitted = finite | True if always else finite
+            permitted = self._binding.flag(True) if always else finite
             return permitted, lambda: scale.update_from_finite(finite)[0]
         operation, should_apply = scale.update(gradients)
         return self._binding.flag(should_apply), lambda: operation

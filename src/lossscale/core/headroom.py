@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How large a gradient may be so that the rest of the step can hold it.
+
+A finite gradient can still become infinite on its way into the weights: replicas and
+micro-batches are added up, norms and moments are squares. Nobody looks again after the
+finite check, so a gradient beyond these bounds counts as an overflow there. They are
+numbers that are known before the step; looking at them costs nothing.
+"""
+
+import math
+from typing import Any
+
+LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": math.ldexp(255.0, 120),
+    "float32": math.ldexp(2.0 - 2.0**-23, 127),
+    "float64": math.ldexp(2.0 - 2.0**-52, 1023),
+}
+"""The largest number of each dtype that a gradient may have."""
+
+NARROW = ("float16", "bfloat16")
+"""The dtypes in which small numbers vanish or lose digits."""
+
+_UNIT = {
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+    "float32": 2.0**-23,
+    "float64": 2.0**-52,
+}
+"""How far apart the numbers from 1 to 2 are."""
+
+_LINEAR = frozenset(
+    {
+        "SGD",
+        "Lion",
+        "GradientDescentOptimizer",
+        "MomentumOptimizer",
+        "LossScaleOptimizer",
+    }
+)
+"""Optimizers that never square a gradient, by name: frameworks subclass their own."""
+
+
+def largest_sum(dtype: str, addends: Any) -> Any:
+    """Return what a sum may be exactly and still not be rounded up to infinity."""
+    return LARGEST[dtype] / (1.0 + (addends - 1) * _UNIT[dtype])
+
+
+def largest_addend(dtype: str, addends: int) -> float:
+    """Return the largest number that may be added up so often, rounded each time."""
+    return float(largest_sum(dtype, addends)) / addends
+
+
+def largest_square_root(inner: Any, dtype: str, elements: int) -> float:
+    """Return the largest magnitude that an optimizer can square and add up.
+
+    An infinite second moment never comes back: its weight stands still for ever (Adam)
+    or is NaN (Adafactor). A norm over all gradients adds up all their squares. An
+    optimizer that is not known is taken to square.
+
+    Args:
+        inner: The optimizer.
+        dtype: That of the gradient.
+        elements: How many numbers the optimizer updates.
+    """
+    by_norm = bool(_setting(inner, "clipnorm") or _setting(inner, "global_clipnorm"))
+    if not by_norm and not squares(inner):
+        return math.inf
+    # Moments are squares of one number each. In float32 there is room enough to bound
+    # their sum as well, which some optimizers take; in float16 there is not.
+    terms = 1 if dtype in NARROW and not by_norm else max(1, elements)
+    return math.sqrt(LARGEST[dtype] / terms)
+
+
+def squares(inner: Any) -> bool:
+    """Whether an optimizer squares gradients as they come."""
+    names = {base.__name__ for base in type(inner).__mro__}
+    return not _setting(inner, "clipvalue") and names.isdisjoint(_LINEAR)
+
+
+def accumulated(inner: Any) -> int:
+    """Return how many micro-batches an optimizer adds up before a step."""
+    return int(_setting(inner, "gradient_accumulation_steps") or 1)
+
+
+def _setting(inner: Any, name: str) -> Any:
+    """Return a setting that not every optimizer has."""
+    return getattr(inner, name, None)
