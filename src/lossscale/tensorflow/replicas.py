@@ -38,7 +38,7 @@ def check_cross_replica_context(method: str) -> None:
             f"{method}() was called in replica context, inside strategy.run; the loss "
             "scale is one for all replicas. Use a LossScaleOptimizer, or merge first: "
             "tf.distribute.get_replica_context().merge_call(lambda strategy, given: "
-            f"....{method}(given), args=(given,)), with what {method}() takes."
+            f"scale.{method}(given), args=(given,)), with what {method}() takes."
         )
         raise ContextError(message)
 
