@@ -29,10 +29,12 @@ check: $(VENV)/check.stamp
 	$(BIN)/mypy typing_tests
 	$(BIN)/lint-imports
 
-bench: $(VENV)/demo.stamp
+bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/demo_seeds.py
 	$(BIN)/python benchmarks/demo_depths.py
+	$(BIN)/python benchmarks/tensorflow_step.py
+	$(BIN)/python benchmarks/keras_step.py
 
 docs: $(VENV)/docs.stamp
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html

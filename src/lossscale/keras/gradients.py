@@ -15,7 +15,13 @@ from lossscale.core.errors import GradientError, StructureError
 from lossscale.core.headroom import LARGEST, NARROW
 from lossscale.core.state import Array
 from lossscale.keras.headroom import Headroom
-from lossscale.keras.operations import all_true, dtype_of, map_values
+from lossscale.keras.operations import (
+    all_true,
+    are_within,
+    divided,
+    dtype_of,
+    map_values,
+)
 
 
 def check(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -64,7 +70,7 @@ def unscaled(
         if dtype_of(values) in NARROW:
             # torch would divide in float16, where what was scaled up vanishes again.
             values = ops.cast(values, "float32")
-        return ops.divide(values, scale)
+        return divided(values, scale)
 
     return [
         gradient
@@ -106,23 +112,18 @@ def all_finite(
         if gradient is None:
             continue
         dtype = dtype_of(gradient)
-        values, rows = gradient, 1
-        if hasattr(gradient, "dense_shape"):
-            # Rows that occur more than once are summed later; how often is not known,
-            # so each may be all of them. Keras makes a dense array here, in which a
-            # finite duplicate hides an infinite one.
-            values = gradient.values
-            rows = ops.shape(values)[0]
-        if headroom is None or overwrites(variable):
-            flags.append(ops.all(ops.isfinite(values)))
-            continue
-        limit = headroom.largest(dtype_of(variable), dtype)
-        if values is gradient and limit == LARGEST[dtype]:
-            flags.append(ops.all(ops.isfinite(values)))
-        else:  # infinity and NaN fail the comparison
-            wide = "float32" if dtype in NARROW else dtype  # the bound is not rounded
-            limit = ops.convert_to_tensor(limit, wide) / ops.cast(rows, wide)
-            flags.append(ops.all(ops.abs(ops.cast(values, wide)) <= limit))
+        is_sparse = hasattr(gradient, "dense_shape")
+        values = gradient.values if is_sparse else gradient
+        limit: Array = LARGEST[dtype]
+        if headroom is not None and not overwrites(variable):
+            limit = headroom.largest(dtype_of(variable), dtype)
+            if is_sparse:
+                # Rows that occur more than once are summed later; how often is not
+                # known, so each may be all of them. Keras makes a dense array here, in
+                # which a finite duplicate hides an infinite one.
+                wide = "float32" if dtype in NARROW else dtype
+                limit = limit / ops.cast(ops.shape(values)[0], wide)
+        flags.append(are_within(values, limit))
     return all_true(flags)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from lossscale.core.headroom import NARROW
 from lossscale.core.state import Array
 from lossscale.keras.tracing import is_concrete
 
@@ -38,6 +39,25 @@ def where(condition: Array, a: Array, b: Array) -> Array:
     elif isinstance(b, (int, float)) and hasattr(a, "dtype"):
         b = ops.convert_to_tensor(b, dtype_of(a))
     return ops.where(condition, a, b)
+
+
+def divided(values: Array, scale: Array) -> Array:
+    """Divide; on torch without Keras, which costs more than the division there."""
+    if keras.backend.backend() == "torch":
+        return values / scale
+    return ops.divide(values, scale)
+
+
+def are_within(values: Array, limit: Array) -> Array:
+    """Return whether all magnitudes are at most the limit; NaN never is.
+
+    The limit is not rounded to a narrow dtype. Operators and not `keras.ops`: on torch
+    those cost more than the comparison.
+    """
+    if dtype_of(values) in NARROW:
+        values = ops.cast(values, "float32")
+    within = abs(values) <= limit
+    return ops.all(within) if keras.backend.backend() == "tensorflow" else within.all()
 
 
 def branch(finite: Array, update: Callable[[], Any], skip: Callable[[], Any]) -> Any:
