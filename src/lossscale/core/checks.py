@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from lossscale.core.errors import SettingError, SettingTypeError
+from lossscale.core.state import MEASUREMENTS
 
 FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
 """The largest float32 number."""
@@ -126,3 +127,13 @@ def switch(name: str, value: Any) -> bool:
         message = f"{name} must be True or False, got {shown(value)}."
         raise SettingTypeError(message)
     return value
+
+
+def measurements(measure: Iterable[str]) -> frozenset[str]:
+    """Return the names of what `unscale` is to measure, if there are such."""
+    wanted = frozenset([measure] if isinstance(measure, str) else measure)
+    unknown = sorted(map(str, wanted - set(MEASUREMENTS)))
+    if unknown:
+        message = f"Cannot measure {unknown}; there are {', '.join(MEASUREMENTS)}."
+        raise SettingError(message)
+    return wanted

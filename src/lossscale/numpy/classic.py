@@ -73,12 +73,7 @@ class _Binding:
         return None
 
     def scale_loss(self, loss: Any, loss_scale: Array) -> Any:
-        state = ScaleState(loss_scale, 0, 0)
-        return (
-            (lambda: verbs.scale(loss(), state))
-            if callable(loss)
-            else verbs.scale(loss, state)
-        )
+        return verbs.scale(loss, ScaleState(loss_scale, 0, 0))
 
     def unscale(self, grads: list[Any], loss_scale: Array) -> list[Any]:
         unscaled, _ = verbs.unscale(grads, ScaleState(loss_scale, 0, 0))

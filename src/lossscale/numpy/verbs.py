@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lossscale.core import trees
+from lossscale.core import checks, trees
 from lossscale.core.checks import shown
-from lossscale.core.errors import GradientError, MissingPackageError, SettingError
+from lossscale.core.errors import GradientError, MissingPackageError
 from lossscale.core.policies import Policy
 from lossscale.core.portable import check_state
-from lossscale.core.state import MEASUREMENTS, Array, ScaleState, Signal
+from lossscale.core.state import Array, ScaleState, Signal
 
 if np.lib.NumpyVersion(np.__version__) < "2.0.0":
     # Before 2, np.where made float64 of a float32 scale beside a Python number.
@@ -108,7 +108,7 @@ def unscale(
         >>> grads, bool(signal.finite)
         ({'w': array([2., 1.])}, True)
     """
-    wanted = _wanted(measure)
+    wanted = checks.measurements(measure)
     with np.errstate(all="ignore"):
         inverse = np.float32(1.0) / np.float32(state.scale)
 
@@ -225,16 +225,6 @@ def all_finite(grads: Any) -> np.bool_:
     """Return whether every leaf is finite; a nest without leaves is."""
     flags = [np.isfinite(leaf).all() for _, leaf in trees.leaves(grads)]
     return np.bool_(all(flags))
-
-
-def _wanted(measure: Iterable[str]) -> frozenset[str]:
-    """Return the names to measure, once they are known to exist."""
-    wanted = frozenset([measure] if isinstance(measure, str) else measure)
-    unknown = sorted(map(str, wanted - set(MEASUREMENTS)))
-    if unknown:
-        message = f"Cannot measure {unknown}; there are {', '.join(MEASUREMENTS)}."
-        raise SettingError(message)
-    return wanted
 
 
 def _measurements(

@@ -112,12 +112,7 @@ class _Binding:
         return None if tf.executing_eagerly() else tf.no_op()
 
     def scale_loss(self, loss: Any, loss_scale: Array) -> Any:
-        state = ScaleState(loss_scale, 0, 0)
-        return (
-            (lambda: verbs.scale(loss(), state))
-            if callable(loss)
-            else verbs.scale(loss, state)
-        )
+        return verbs.scale(loss, ScaleState(loss_scale, 0, 0))
 
     def unscale(self, grads: list[Any], loss_scale: Array) -> list[Any]:
         # Whether they are finite is asked when they are applied.

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `unscale` measures beside finiteness, when it is asked to."""
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from lossscale.core import trees
-from lossscale.core.errors import SettingError
-from lossscale.core.state import MEASUREMENTS, Array
+from lossscale.core.state import Array
 from lossscale.tensorflow.leaves import values
 
 _BITS = {
@@ -20,16 +18,6 @@ _BITS = {
 }
 
 
-def wanted(measure: Iterable[str]) -> frozenset[str]:
-    """Return the names to measure, once they are known to exist."""
-    names = frozenset([measure] if isinstance(measure, str) else measure)
-    unknown = sorted(map(str, names - set(MEASUREMENTS)))
-    if unknown:
-        message = f"Cannot measure {unknown}; there are {', '.join(MEASUREMENTS)}."
-        raise SettingError(message)
-    return names
-
-
 def measured(grads: Any, unscaled: Any, names: frozenset[str]) -> dict[str, Array]:
     """Measure what was asked for; sums are kept in float64."""
     scaled = [values(leaf) for _, leaf in trees.leaves(grads)]
@@ -37,7 +25,7 @@ def measured(grads: Any, unscaled: Any, names: frozenset[str]) -> dict[str, Arra
     # float32, or float64 where a gradient is: its largest value may need it.
     number = tf.float64 if tf.float64 in [x.dtype for x in scaled] else tf.float32
     size = tf.maximum(_total([tf.size(x) for x in scaled]), 1)
-    measures: dict[str, Callable[[], Array]] = {
+    measures = {
         "nan": lambda: _total([_count(tf.math.is_nan(x)) for x in scaled]) > 0,
         "amax": lambda: tf.reduce_max(
             tf.stack([tf.zeros((), number)] + [_largest(x, number) for x in scaled])

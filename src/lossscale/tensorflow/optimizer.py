@@ -118,7 +118,7 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
         With `get_unscaled_gradients` and `apply_gradients` it makes a training loop
         around a tape of one's own, as in tf.keras.
         """
-        return self._binding.scale_loss(loss, self._current())
+        return self._scaled(loss, self._current())
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         """Return gradients of a scaled loss divided by the scale; float16 widened."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.core import trees
+from lossscale.core import checks, trees
 from lossscale.core.checks import shown
 from lossscale.core.errors import GradientError, StructureError
 from lossscale.core.policies import Policy
@@ -29,7 +29,7 @@ from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.tensorflow import leaves
 from lossscale.tensorflow.autograph import unconverted
-from lossscale.tensorflow.measurements import measured, wanted
+from lossscale.tensorflow.measurements import measured
 
 
 @unconverted
@@ -107,7 +107,7 @@ def unscale(
         >>> grads["w"].numpy().tolist(), bool(signal.finite)
         ([2.0, 1.0], True)
     """
-    names = wanted(measure)
+    names = checks.measurements(measure)
     scaled = trees.map_leaves(partial(leaves.checked, "gradient"), grads)
     unscaled = divided(scaled, state.scale)
     signal = Signal(finite=all_finite(unscaled))

@@ -83,7 +83,7 @@ class Binding(Protocol):
         ...
 
     def scale_loss(self, loss: Any, loss_scale: Array) -> Any:
-        """Return the loss, a value or a callable, times the scale, in float32."""
+        """Return the loss times the scale, in float32."""
         ...
 
     def unscale(self, grads: list[Any], loss_scale: Array) -> list[Any]:

@@ -92,7 +92,7 @@ class LossScaleOptimizer:
             **keywords: Anything else that the wrapped optimizer takes.
         """
         scale = self._current()
-        scaled = self._binding.scale_loss(loss, scale)
+        scaled = self._scaled(loss, scale)
         pairs = self._optimizer.compute_gradients(
             scaled, var_list, *arguments, **keywords
         )
@@ -182,6 +182,12 @@ class LossScaleOptimizer:
 
     def _skip(self, *arguments: Any, **keywords: Any) -> Any:
         """Do what a skipped step does in place of applying: nothing."""
+
+    def _scaled(self, loss: Any, scale: Array) -> Any:
+        """Return a loss, or a callable that returns one, times the scale."""
+        if callable(loss):
+            return lambda: self._binding.scale_loss(loss(), scale)
+        return self._binding.scale_loss(loss, scale)
 
     def _current(self) -> Array:
         """Return the scale to use in this step."""
