@@ -72,7 +72,7 @@ class _Binding:
         name = type(owner).__name__
         if not tf.executing_eagerly() and _graph() is None:
             message = (
-                f"A {name} cannot be made inside a tf.function: its variables must "
+                f"{name} cannot be made inside a tf.function: its variables must "
                 "outlive the call. Make it outside, and use it inside."
             )
             raise ContextError(message)

@@ -130,7 +130,7 @@ def _is_finite_sparse(leaf: Any, addends: int, largest: float) -> Array:
 
 def _finite(largest: float, like: Array) -> Array:
     """Return a bound in the dtype of what it bounds; there is none beyond its range."""
-    return tf.cast(min(largest, float(like.dtype.max)), like.dtype)
+    return tf.constant(min(largest, float(like.dtype.max)), like.dtype)
 
 
 def _either(first: Array, second: Callable[[], Array]) -> Array:

@@ -264,3 +264,11 @@ def test_a_scale_whose_reciprocal_vanishes_makes_the_step_bad(mode):
     with MODES[mode](build, np.float32(0)) as run:
         seen = [[x.item() for x in run(np.float32(0.5))] for _ in range(2)]
     assert [[1.0, 2.0**126], [0.5, 2.0**126]] == seen
+
+
+def test_the_largest_numbers_of_every_dtype_are_finite_rows():
+    for kind in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
+        numbers = tf.constant([float(kind.max)], kind)
+        largest = tf.IndexedSlices(numbers, tf.constant([0]))
+        assert bool(ls.unscale([largest], ls.init(Fixed(1.0)))[1].finite)
+        assert bool(ls.DynamicLossScale().update([largest])[1])
