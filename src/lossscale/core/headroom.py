@@ -29,16 +29,8 @@ _UNIT = {
 }
 """How far apart the numbers from 1 to 2 are."""
 
-_LINEAR = frozenset(
-    {
-        "SGD",
-        "Lion",
-        "GradientDescentOptimizer",
-        "MomentumOptimizer",
-        "LossScaleOptimizer",
-    }
-)
-"""Optimizers that never square a gradient, by name: frameworks subclass their own."""
+_LINEAR = frozenset({"SGD", "Lion", "GradientDescentOptimizer", "MomentumOptimizer"})
+"""Optimizers that never square a gradient, by name."""
 
 
 def largest_sum(dtype: str, addends: Any) -> Any:
@@ -63,24 +55,45 @@ def largest_square_root(inner: Any, dtype: str, elements: int) -> float:
         dtype: That of the gradient.
         elements: How many numbers the optimizer updates.
     """
-    by_norm = bool(_setting(inner, "clipnorm") or _setting(inner, "global_clipnorm"))
-    if not by_norm and not squares(inner):
-        return math.inf
+    by_norm = _bound(inner, "clipnorm") or _bound(inner, "global_clipnorm")
     # Moments are squares of one number each. In float32 there is room enough to bound
     # their sum as well, which some optimizers take; in float16 there is not.
     terms = 1 if dtype in NARROW and not by_norm else max(1, elements)
-    return math.sqrt(LARGEST[dtype] / terms)
+    root = math.sqrt(LARGEST[dtype] / terms)
+    harmless = is_linear(inner) or 0.0 < _bound(inner, "clipvalue") <= root
+    return math.inf if harmless and not by_norm else root
 
 
-def squares(inner: Any) -> bool:
-    """Whether an optimizer squares gradients as they come."""
-    names = {base.__name__ for base in type(inner).__mro__}
-    return not _setting(inner, "clipvalue") and names.isdisjoint(_LINEAR)
+def clip(inner: Any) -> float:
+    """Return what an optimizer clips gradients to; 0 if it does not."""
+    names = ("clipnorm", "global_clipnorm", "clipvalue")
+    return min((bound for name in names if (bound := _bound(inner, name))), default=0.0)
+
+
+def largest_moment(inner: Any, dtype: str) -> float:
+    """Return the largest number of a dtype that an optimizer can keep in it."""
+    return LARGEST[dtype] if is_linear(inner) else math.sqrt(LARGEST[dtype])
+
+
+def is_linear(inner: Any) -> bool:
+    """Whether an optimizer never squares a gradient, as far as is known.
+
+    The class that has the update decides: a subclass with one of its own is not known.
+    """
+    for base in type(inner).__mro__:
+        if {"update_step", "_resource_apply_dense"} & vars(base).keys():
+            return base.__name__ in _LINEAR
+    return False
 
 
 def accumulated(inner: Any) -> int:
     """Return how many micro-batches an optimizer adds up before a step."""
     return int(_setting(inner, "gradient_accumulation_steps") or 1)
+
+
+def _bound(inner: Any, name: str) -> float:
+    """Return what an optimizer clips to; 0 where it does not, or is not asked to."""
+    return max(0.0, float(_setting(inner, name) or 0.0))
 
 
 def _setting(inner: Any, name: str) -> Any:

@@ -13,6 +13,7 @@ from lossscale.core.policies import Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
 from lossscale.keras import settings
+from lossscale.keras.operations import read
 
 ADDED = ("bad_steps", "last_scale", "skipped_steps", "consecutive_skips")
 """The variables that Keras's class does not have, in order; they come after its own."""
@@ -117,7 +118,7 @@ class Files(keras.optimizers.LossScaleOptimizer):
     def _check_loaded_state(self) -> None:
         """Start over if the policy cannot go on from the scale and the counters."""
         variables = (self.dynamic_scale, self.step_counter, self.bad_steps)
-        numbers = (ops.convert_to_numpy(each.value).item() for each in variables)
+        numbers = (ops.convert_to_numpy(read(each)).item() for each in variables)
         try:
             check_state(self.policy, ScaleState(*numbers))
         except StateError as error:

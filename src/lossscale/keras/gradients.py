@@ -45,6 +45,27 @@ def check(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
                 "None in its place."
             )
             raise GradientError(message)
+        wanted = None if variable is None else tuple(variable.shape)
+        if wanted is not None and not _fits(gradient, wanted):
+            message = (
+                f"The gradient of {name_of(variable)} has the shape "
+                f"{tuple(gradient.shape)}, and its variable {wanted}."
+            )
+            raise StructureError(message)
+
+
+def _fits(gradient: Any, wanted: tuple[int, ...]) -> bool:
+    """Whether a gradient has its variable's shape, as far as that is known."""
+    if hasattr(gradient, "dense_shape"):  # the rows of a sparse one are its own affair
+        shape, wanted = tuple(gradient.values.shape)[1:], wanted[1:]
+    else:
+        if getattr(gradient.shape, "rank", 0) is None:
+            return True  # TensorFlow, while tracing
+        shape = tuple(gradient.shape)
+    pairs = zip(shape, wanted, strict=False)
+    return len(shape) == len(wanted) and all(
+        have in (None, want) for have, want in pairs
+    )
 
 
 def overwrites(variable: Any) -> bool:
@@ -114,6 +135,9 @@ def all_finite(
         dtype = dtype_of(gradient)
         is_sparse = hasattr(gradient, "dense_shape")
         values = gradient.values if is_sparse else gradient
+        if dtype not in LARGEST:  # a value that overwrites its variable
+            flags.append(ops.all(ops.isfinite(values)))
+            continue
         limit: Array = LARGEST[dtype]
         if headroom is not None and not overwrites(variable):
             limit = headroom.largest(dtype_of(variable), dtype)

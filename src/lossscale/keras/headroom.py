@@ -13,7 +13,9 @@ from typing import Any
 from lossscale.core.headroom import (
     LARGEST,
     accumulated,
+    clip,
     largest_addend,
+    largest_moment,
     largest_square_root,
 )
 
@@ -34,8 +36,7 @@ class Headroom:
         self._replicas = replicas
         self._known: dict[tuple[str, str], float] = {}
         self.takes_wide = all(
-            _clips(each) and not each.gradient_accumulation_steps
-            for each in self._optimizers
+            clip(each) > 0.0 and accumulated(each) == 1 for each in self._optimizers
         )
         """Whether gradients may be wider than their variables. Clipping comes before
         the cast to the variable's dtype; an accumulator has that dtype and takes no
@@ -51,14 +52,13 @@ class Headroom:
 
     def _bound(self, inner: Any, variable: str, gradient: str) -> float:
         """Return the bound of one optimizer."""
-        own = gradient
-        if not self.takes_wide and LARGEST.get(variable, LARGEST[own]) < LARGEST[own]:
-            own = variable
         addends = self._replicas * accumulated(inner)
         root = largest_square_root(inner, gradient, self._elements)
-        return min(largest_addend(own, addends), root / addends)
-
-
-def _clips(inner: Any) -> bool:
-    """Whether an optimizer clips gradients, in whatever way."""
-    return bool(inner.clipnorm or inner.global_clipnorm or inner.clipvalue)
+        limit = min(largest_addend(gradient, addends), root / addends)
+        if LARGEST.get(variable, LARGEST[gradient]) < LARGEST[gradient]:
+            # Clipped in the gradient's dtype, then cast to the variable's: safe if what
+            # it is clipped to fits there, else as if it were not clipped.
+            held = largest_moment(inner, variable)
+            if not 0.0 < clip(inner) <= held:
+                limit = min(limit, held / addends)
+        return limit

@@ -21,6 +21,7 @@ replicas run the same loop, so there is nothing to keep apart by thread.
 from typing import Literal
 
 from lossscale.core.errors import GradientError
+from lossscale.keras.tracing import is_traced
 
 _ONE_OR_THE_OTHER = (
     "Use one kind of loop: scale_loss and apply; or get_scaled_loss, "
@@ -34,8 +35,9 @@ class Loop:
 
     def __init__(self) -> None:
         self.kind: Literal["unknown", "scaled", "unscaled"] = "unknown"
-        self.waits = False
-        """Whether a loss of tf.keras's loop was scaled, and no gradients unscaled."""
+        self._unscaled_eagerly = False
+        self._scaled_since = False
+        self._applied_since = False
 
     def loss_was_scaled(self) -> None:
         """Note a call of `scale_loss`, which `fit` makes."""
@@ -50,7 +52,7 @@ class Loop:
 
     def classic_loss_was_scaled(self) -> None:
         """Note a call of `get_scaled_loss`; it goes with either kind of `apply`."""
-        self.waits = True
+        self._scaled_since = self._scaled_since or not is_traced()
 
     def gradients_were_unscaled(self) -> None:
         """Note a call of `get_unscaled_gradients`."""
@@ -61,21 +63,35 @@ class Loop:
             )
             raise GradientError(message)
         self.kind = "unscaled"
-        self.waits = False
+        self._unscaled_eagerly = not is_traced()
+        self._scaled_since = self._applied_since = False
 
     def takes_scaled(self, *, stateless: bool = False) -> bool:
         """Note a call of `apply`, and say whether its gradients are scaled."""
-        if self.kind == "unscaled" and (self.waits or stateless):
+        if self.kind == "unscaled" and stateless:
             message = (
-                "stateless_apply takes scaled gradients"
-                if stateless
-                else "apply was called with gradients of a loss from get_scaled_loss"
+                "stateless_apply takes scaled gradients, but this optimizer is in a "
+                "loop that unscales them with get_unscaled_gradients. "
+                f"{_ONE_OR_THE_OTHER}"
             )
-            message += (
-                ", but this optimizer is in a loop that unscales them with "
+            raise GradientError(message)
+        if self.kind == "unscaled" and self._forgot_to_unscale():
+            message = (
+                "apply was called with gradients of a loss from get_scaled_loss, but "
+                "this optimizer is in a loop that unscales them with "
                 f"get_unscaled_gradients. {_ONE_OR_THE_OTHER}"
             )
             raise GradientError(message)
+        self._applied_since = True
         if self.kind == "unknown":
             self.kind = "scaled"
         return self.kind == "scaled"
+
+    def _forgot_to_unscale(self) -> bool:
+        """Whether the last unscaled gradients were applied, and then a loss was scaled.
+
+        Seen of calls that are made at every step alone: those inside a `tf.function`
+        are made once, when it is traced.
+        """
+        seen = self._unscaled_eagerly and not is_traced()
+        return seen and self._scaled_since and self._applied_since

@@ -75,10 +75,13 @@ class Losses(keras.optimizers.LossScaleOptimizer):
         """
         self._loop.gradients_were_unscaled()
         given = list(grads)
-        unknown = [None] * len(given)
-        gradients.check(given, unknown)
+        # Known to be theirs if there are as many: some may be overwritten by values.
+        variables: Sequence[Any] = [None] * len(given)
+        if self.built and len(given) == len(self._trainable_variables):
+            variables = self._trainable_variables
+        gradients.check(given, variables)
         scale = self._live_scale("get_unscaled_gradients")
-        return gradients.poisoned(gradients.unscaled(given, unknown, scale))
+        return gradients.poisoned(gradients.unscaled(given, variables, scale))
 
     def _live_scale(self, method: str) -> Array:
         """Return the scale as it is now; never as it was when a program was traced."""

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+from keras import ops
 
 from lossscale.core.errors import StructureError
 from lossscale.core.policies import Policy
@@ -185,6 +186,15 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         )
         # After the update: if that raises, the scale stays as the weights do.
         self._advance(finite)
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Replace weights by their moving averages, if the inner optimizer keeps any.
+
+        Before the first step the averages are zeros: if every step was skipped, the
+        weights stay.
+        """
+        if int(ops.convert_to_numpy(read(self.iterations))) > 0:
+            super().finalize_variable_values(var_list)
 
     def check_finite(self, grads: Sequence[Any]) -> Array:
         """Return whether every gradient that there is is finite."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX: what is a value now, and what stands for one in a program being traced."""
+"""What is a value now, and what stands for one in a program being traced."""
 
 import keras
 
@@ -26,3 +26,12 @@ def would_be_frozen(value: Array) -> bool:
     import jax  # noqa: PLC0415  # of this backend alone
 
     return isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+
+
+def is_traced() -> bool:
+    """Whether TensorFlow is tracing: what is called now is not called at every step."""
+    if keras.backend.backend() != "tensorflow":
+        return False
+    import tensorflow as tf  # noqa: PLC0415  # of this backend alone
+
+    return not tf.executing_eagerly()

@@ -209,3 +209,39 @@ def test_many_float16_weights_leave_each_gradient_its_room():
     assert 1 == steps.iterations()
     steps.step(np.full(1000, 300.0, np.float32))  # its square is infinite in float16
     assert 1 == steps.iterations()
+
+
+@pytest.mark.parametrize(
+    ("name", "clip"),
+    [
+        ("Adam", {"clipvalue": 1000.0}),
+        ("Adam", {"global_clipnorm": 1000.0}),
+        ("SGD", {"clipvalue": 1e5}),
+        ("SGD", {"clipnorm": 1e6}),
+        ("SGD", {"global_clipnorm": -1.0}),
+        ("RMSprop", {"clipvalue": 1000.0}),
+    ],
+)
+def test_clipping_to_more_than_float16_holds_does_not_count_as_safe(name, clip):
+    variable = keras.Variable(np.ones(4, np.float16), dtype="float16")
+    optimizer = LossScaleOptimizer(getattr(keras.optimizers, name)(0.01, **clip), 1.0)
+    optimizer.build([variable])
+    for number in (2e5, 1.0, 1.0):
+        gradient = keras.ops.convert_to_tensor(np.full(4, number, np.float32))
+        optimizer.apply([gradient], [variable])
+    values = [numpy(variable), *(numpy(each) for each in optimizer.variables)]
+    assert all(np.isfinite(each).all() for each in values)
+
+
+def test_a_subclass_with_an_update_of_its_own_is_taken_to_square():
+    class ByNorm(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            norm = keras.ops.sqrt(keras.ops.sum(gradient * gradient))
+            super().update_step(gradient / norm, variable, learning_rate)
+
+    variable = keras.Variable(START)
+    optimizer = LossScaleOptimizer(ByNorm(0.01), 1.0)
+    optimizer.build([variable])
+    large = keras.ops.convert_to_tensor(np.full(4, 1e25, np.float32))
+    optimizer.apply([large], [variable])
+    assert START.tolist() == numpy(variable).tolist()

@@ -198,3 +198,23 @@ def test_a_loop_is_changed_over_by_taking_the_optimizer_into_a_new_one():
 def test_an_integer_gradient_cannot_be_unscaled():
     with pytest.raises(GradientError, match="The gradient is int32, expected float16"):
         optimizer_of().get_unscaled_gradients([tensor([1], "int32")])
+
+
+def test_two_losses_may_be_scaled_before_the_first_gradients_are_applied():
+    optimizer = optimizer_of()
+    variable = keras.Variable([1.0])
+    classic(optimizer, variable, keras.ops.sum)
+    gradients = optimizer.get_unscaled_gradients([tensor([0.0])])
+    optimizer.get_scaled_loss(tensor(1.0))  # of another loss
+    optimizer.apply(gradients, [variable])
+    assert [0.5] == numpy(variable).tolist()
+
+
+def test_values_that_overwrite_a_variable_are_not_unscaled_in_either_loop():
+    optimizer = optimizer_of()
+    variable = keras.Variable([1.0, 1.0])
+    variable.overwrite_with_gradient = True
+    optimizer.build([variable])
+    gradients = optimizer.get_unscaled_gradients([tensor([7.0, 7.0])])
+    optimizer.apply(gradients, [variable])
+    assert [7.0, 7.0] == numpy(variable).tolist()

@@ -370,3 +370,42 @@ def test_a_step_is_one_branch_in_the_graph():
 
     assert 1 == count(LossScaleOptimizer(descent(), 4.0))
     assert 2 == count(Original(descent(), 4.0))
+
+
+def test_a_file_is_loaded_inside_the_scope_of_two_replicas(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(descent(), 2.0**4), "mse")
+    rows = np.ones((4, 2), np.float32)
+    model.fit(rows, rows[:, :1], verbose=0)
+    model.save(tmp_path / "model.keras")
+    strategy = tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+    with strategy.scope():
+        again = keras.models.load_model(tmp_path / "model.keras")
+        assert 2.0**4 == float(again.optimizer.dynamic_scale.value.values[1])
+    again.fit(rows, rows[:, :1], verbose=0)
+    assert 2 == int(again.optimizer.step_counter.value.values[0])
+
+
+def test_a_last_batch_of_another_size_is_no_mixed_loop():
+    """It traces anew where the loss is scaled, and not where gradients are unscaled."""
+    optimizer = LossScaleOptimizer(descent(), 8.0)
+    weight = keras.Variable([1.0])
+    optimizer.build([weight])
+
+    @tf.function
+    def gradients(rows):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(rows) * tf.reduce_sum(weight.value)
+            scaled = optimizer.get_scaled_loss(loss)
+        return tape.gradient(scaled, [weight.value])
+
+    @tf.function
+    def unscaled(scaled):
+        return optimizer.get_unscaled_gradients(scaled)
+
+    for size in (4, 4, 2):
+        found = unscaled(gradients(tf.ones(size)))
+        optimizer.apply_gradients([(found[0], weight)])
+    assert [-0.5] == numpy(weight).tolist()

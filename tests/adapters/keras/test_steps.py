@@ -389,3 +389,28 @@ def test_an_inner_optimizer_that_is_built_is_not_built_again():
     inner.build([variable])
     LossScaleOptimizer(inner).build([variable])
     assert 1 == inner.builds
+
+
+def test_a_gradient_of_another_shape_changes_nothing():
+    from lossscale.core.errors import StructureError
+
+    first, second = keras.Variable([1.0, 1.0, 1.0]), keras.Variable([1.0, 1.0])
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0)
+    optimizer.build([first, second])
+    for wrong in (keras.ops.ones((2, 2)), keras.ops.ones((1,)), keras.ops.ones(())):
+        with pytest.raises(StructureError, match="has the shape"):
+            optimizer.apply([keras.ops.ones((3,)), wrong], [first, second])
+    assert [1.0, 1.0, 1.0] == numpy(first).tolist()
+
+
+def test_moving_averages_of_no_step_at_all_do_not_replace_the_weights():
+    variable = keras.Variable([1.0, 2.0])
+    inner = keras.optimizers.SGD(1.0, use_ema=True)
+    optimizer = LossScaleOptimizer(inner, 2.0)
+    optimizer.build([variable])
+    optimizer.apply([keras.ops.convert_to_tensor([np.inf, 0.0], "float32")], [variable])
+    optimizer.finalize_variable_values([variable])
+    assert [1.0, 2.0] == numpy(variable).tolist()
+    optimizer.apply([keras.ops.convert_to_tensor([2.0, 0.0], "float32")], [variable])
+    optimizer.finalize_variable_values([variable])
+    assert [1.0, 2.0] != numpy(variable).tolist()
