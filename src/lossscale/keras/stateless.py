@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from lossscale.core.errors import GradientError, SettingError
+from lossscale.core.errors import GradientError, SettingError, StructureError
 from lossscale.core.state import Array
 from lossscale.keras import gradients
 from lossscale.keras.headroom import Headroom
@@ -121,8 +121,15 @@ class Stateless(Losses):
             raise GradientError(message)
         self._check_variables_are_known(variables)
         ordered = [None] * len(self._trainable_variables) if given else []
-        for gradient, variable in zip(given, variables, strict=True):
-            ordered[self._get_variable_index(variable)] = gradient
+        places = [self._get_variable_index(variable) for variable in variables]
+        if len(set(places)) < len(places):
+            message = (
+                "apply was given a variable twice. Add its gradients up, and give it "
+                "once."
+            )
+            raise StructureError(message)
+        for place, gradient in zip(places, given, strict=True):
+            ordered[place] = gradient
         results = self._stateless_step(
             [each.value for each in self.variables],
             ordered,

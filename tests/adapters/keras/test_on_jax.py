@@ -200,3 +200,15 @@ def test_a_step_runs_in_scan():
     (_, variables), seen = jax.lax.scan(body, (jnp.zeros(2), variables), factors)
     assert [-0.5, -1.0, -1.0, -1.5] == seen[:, 0].tolist()
     assert 8.0 == variables[place_of(optimizer, "dynamic_scale")]
+
+
+def test_a_variable_that_is_given_twice_is_refused():
+    from lossscale.core.errors import StructureError
+
+    variable = keras.Variable([1.0])
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0)
+    optimizer.build([variable])
+    gradient = keras.ops.convert_to_tensor([1.0])
+    with pytest.raises(StructureError, match="twice"):
+        optimizer.apply([gradient, gradient], [variable, variable])
+    assert [1.0] == numpy(variable).tolist()
