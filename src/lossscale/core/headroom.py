@@ -10,10 +10,12 @@ numbers that are known before the step; looking at them costs nothing.
 import math
 from typing import Any
 
+from lossscale.core.checks import FLOAT32_MAX
+
 LARGEST = {
     "float16": 65504.0,
     "bfloat16": math.ldexp(255.0, 120),
-    "float32": math.ldexp(2.0 - 2.0**-23, 127),
+    "float32": FLOAT32_MAX,
     "float64": math.ldexp(2.0 - 2.0**-52, 1023),
 }
 """The largest number of each dtype that a gradient may have."""
