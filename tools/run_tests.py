@@ -64,7 +64,7 @@ SUITES = {
     # Every code block of the README and the pages, every example in a docstring.
     "documents": Suite(("README.md", "docs", "src"), {}),
     "jax": Suite(("tests/compat/test_jax.py",), {}),
-    "torch": Suite(("tests/compat/test_torch.py",), {}),
+    "torch": Suite(("tests/compat/test_torch.py", "tests/adapters/torch"), {}),
     "kernels-interpreted": Suite(
         ("tests/kernels/test_rule_interpreted.py",), {"TRITON_INTERPRET": "1"}
     ),

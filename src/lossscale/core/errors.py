@@ -8,7 +8,11 @@
     ├── StructureError        (ValueError)   two nested structures that do not match
     ├── StateError            (ValueError)   a saved state that cannot be used
     ├── ContextError          (ValueError)   a call from a place where it cannot work
+    ├── CollapseError         (FloatingPointError)  nothing but skipped steps
     └── MissingPackageError   (ImportError)  an optional part that is not installed
+
+`CollapseWarning` (a UserWarning) says what `CollapseError` says, where it is not to
+stop the training.
 
 Each is also the builtin exception that a caller would have caught, so code written
 for the libraries we replace keeps working. Every message says what was given, what
@@ -46,6 +50,14 @@ class StateError(LossScaleError, ValueError):
 
 class ContextError(LossScaleError, ValueError):
     """A call came from a place where it cannot work, such as another graph."""
+
+
+class CollapseError(LossScaleError, FloatingPointError):
+    """So many steps in a row were skipped that the training stands still."""
+
+
+class CollapseWarning(UserWarning):
+    """So many steps in a row were skipped that the training stands still."""
 
 
 class MissingPackageError(LossScaleError, ImportError):

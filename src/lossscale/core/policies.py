@@ -160,6 +160,11 @@ class Dynamic(_Prepared):
     it backs off again, until growth (or, with `consecutive`, a clean step) clears
     the count (Megatron, DeepSpeed)."""
 
+    hold_on_nonfinite_loss: bool = False
+    """Whether a step whose loss was not finite *before* it was scaled leaves the scale
+    as it is: a lower scale would not have helped. Its step is skipped all the same. It
+    needs `Signal.loss_finite`; where nobody looked at the loss it changes nothing."""
+
     def __post_init__(self) -> None:
         """Check every setting, and keep it as a plain Python number."""
         growth = checks.above_one("growth_factor", self.growth_factor)
@@ -191,6 +196,9 @@ class Dynamic(_Prepared):
             ),
             "consecutive": checks.switch("consecutive", self.consecutive),
             "backoff_refills": checks.switch("backoff_refills", self.backoff_refills),
+            "hold_on_nonfinite_loss": checks.switch(
+                "hold_on_nonfinite_loss", self.hold_on_nonfinite_loss
+            ),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -248,7 +256,7 @@ class Dynamic(_Prepared):
 
     def step(self, state: ScaleState, signal: Signal, *, where: Where) -> ScaleState:
         """Return the state after a step; see `lossscale.core.rule.transition`."""
-        scale, good, bad = transition(
+        moved = transition(
             state.scale,
             state.good,
             state.bad,
@@ -257,4 +265,17 @@ class Dynamic(_Prepared):
             *self.switches,
             where,
         )
-        return ScaleState(scale, good, bad)
+        return self.held(state, ScaleState(*moved), signal, where)
+
+    def held(
+        self, before: ScaleState, after: ScaleState, signal: Signal, where: Where
+    ) -> ScaleState:
+        """Return the state before a step if its loss is what went wrong, else after."""
+        if not self.hold_on_nonfinite_loss or signal.loss_finite is None:
+            return after
+        return ScaleState(
+            *(
+                where(signal.loss_finite, new, old)
+                for new, old in zip(after, before, strict=True)
+            )
+        )

@@ -32,6 +32,9 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -
     if children is None:
         return function(path, tree)
     results = [map_leaves(function, child, name) for name, child in children]
+    if type(tree) is dict:
+        # torch.compile stumbles over the copy below.
+        return dict(zip(tree, results, strict=True))
     if isinstance(tree, dict):
         result = copy(tree)  # keeps the kind of dict, an OrderedDict or a defaultdict
         for key, value in zip(tree, results, strict=True):

@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GradScaler`: torch's class, with one look at the gradients and nothing corrupted.
+
+It is a `torch.amp.GradScaler`; what torch's has stands in `drop_in`, what is new stands
+here. The rooms beside: `gradients` looks at gradients (by the `kernels` or `eager`),
+`rules` moves the scale, `handover` deals with fused optimizers, `steps` reports;
+`closures` and `accumulation` do what they are called.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from lossscale.core import checks
+from lossscale.core.errors import SettingError
+from lossscale.core.policies import Policy
+from lossscale.core.state import ScaleState
+from lossscale.torch import accumulation, handover
+from lossscale.torch.drop_in import DropIn
+from lossscale.torch.eager import Request
+from lossscale.torch.gradients import inverse_of, parameters
+from lossscale.torch.steps import History, Names, Observer, StepReport
+from lossscale.torch.verdict import DIVISOR, NORM
+
+_TORCHS_NUMBERS = (2.0**16, 2.0, 0.5, 2000)
+
+
+class GradScaler(DropIn):
+    """A `torch.amp.GradScaler` that reads the gradients once and says what happened.
+
+    With torch's arguments alone it takes torch's steps, to the bit, except where torch
+    would corrupt weights, momentum or its own scale; the page "PyTorch" lists these.
+
+    Example:
+        >>> import torch, lossscale.torch as ls
+        >>> weight = torch.nn.Parameter(torch.tensor([2.0]))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> scaler = ls.GradScaler("cpu")
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     scaler.scale((weight**2).sum()).backward()
+        ...     norm = scaler.clip_grad_norm_(optimizer, max_norm=1.0)
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+        >>> scaler.last_step.applied, round(scaler.last_step.norm, 3), scaler.skipped
+        (True, 2.0, 0)
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        policy: Policy | None = None,
+        observer: Observer | None = None,
+        names: Iterable[tuple[str, Any]] | Mapping[str, Any] | None = None,
+        module: torch.nn.Module | None = None,
+        on_no_gradients: str = "raise",
+        allow_fp16: bool = False,
+        measure_norm: bool = False,
+        max_consecutive_skips: int | None = 100,
+        on_collapse: str = "warn",
+    ) -> None:
+        """Make a scaler; its state goes to the device of the first scaled tensor.
+
+        Args:
+            device: The kind of device, as torch has it.
+            init_scale: The scale to start with.
+            growth_factor: What it is multiplied by after enough clean steps.
+            backoff_factor: What it is multiplied by after a skipped step.
+            growth_interval: How many clean steps in a row make it grow.
+            enabled: If not, every method does what it would without a scaler.
+            policy: Any policy, in place of the four numbers above.
+            observer: Called with the `StepReport` of every step, in order, when its
+                numbers have arrived: on a GPU a step late, without a wait.
+            names: The names of parameters, as `module.named_parameters()` gives them.
+            module: The module whose parameters have the names.
+            on_no_gradients: "raise", as torch does when a step finds no gradient at
+                all, or "clean step", which counts it as one.
+            allow_fp16: Unscale float16 gradients in place; torch refuses them.
+            measure_norm: Measure the norm on every step, also where that takes another
+                read of the gradients. (The kernels on a GPU measure it anyway.)
+            max_consecutive_skips: After so many skipped steps in a row the alarm goes
+                off; `None` for none.
+            on_collapse: What the alarm does: "warn" (once) or "raise".
+
+        Raises:
+            SettingError: If a setting is of no use, or if a policy comes together with
+                one of the numbers that it stands for.
+        """
+        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        if policy is not None:
+            _check_policy(policy, numbers)
+        checks.choice("on_no_gradients", on_no_gradients, ("raise", "clean step"))
+        checks.choice("on_collapse", on_collapse, ("warn", "raise"))
+        if max_consecutive_skips is not None:
+            checks.count("max_consecutive_skips", max_consecutive_skips)
+        super().__init__(
+            device,
+            numbers,
+            enabled,
+            policy,
+            History(observer, max_consecutive_skips, on_collapse),
+            _named(names, module),
+            on_no_gradients,
+            checks.switch("allow_fp16", allow_fp16),
+            checks.switch("measure_norm", measure_norm),
+        )
+
+    # -- what there is to know ---------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that moves the scale."""
+        return self._current_rule().policy
+
+    @property
+    def state(self) -> ScaleState:
+        """The scale and its counters: tensors that the scaler goes on to change.
+
+        Before the first `scale` they are Python numbers. Together with `policy` this is
+        what `lossscale.to_portable` takes.
+        """
+        if self._scale is None:
+            return ScaleState(
+                self._init_scale, self._init_growth_tracker, self._init_bad
+            )
+        return ScaleState(*self._cells()[:3])
+
+    @property
+    def last_step(self) -> StepReport | None:
+        """What became of the last step; `None` before the first `update`."""
+        return self._history.last
+
+    @property
+    def steps(self) -> int:
+        """How many steps there were, skipped ones included; waits for the device."""
+        return self._counted()[0]
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped; waits for the device."""
+        return self._counted()[1]
+
+    @property
+    def consecutive_skips(self) -> int:
+        """How many were skipped since the last applied one; waits for the device."""
+        return self._counted()[2]
+
+    def gate(self) -> torch.Tensor:
+        """Return whether the last step was applied, as a boolean tensor.
+
+        It stays on the device: `torch.where(scaler.gate(), new, old)` and
+        `average.lerp_(weight, 0.01 * scaler.gate())` wait for nothing, while
+        `if scaler.gate():` does. True before the first step.
+
+        Example:
+            >>> import lossscale.torch as ls
+            >>> ls.GradScaler("cpu").gate()
+            tensor(True)
+        """
+        last = self._history.last
+        if last is None or not last.parts:
+            scale = self._scale if self._enabled else None
+            device = "cpu" if scale is None else scale.device
+            return torch.ones((), dtype=torch.bool, device=device)
+        return self._any([part.verdict.found for part in last.parts]) == 0
+
+    def step_scheduler(
+        self, scheduler: Any, *arguments: Any, wait: bool = False
+    ) -> None:
+        """Step a scheduler for every step that its optimizer took, and for no other.
+
+        Call it after `update`, in place of `scheduler.step()`. Whether a fused
+        optimizer on a GPU took its step is known to the host one step later; there the
+        rate changes one step late, and nothing waits. With `wait` it is never late.
+
+        Args:
+            scheduler: A scheduler of an optimizer that this scaler steps.
+            *arguments: What `scheduler.step` takes, such as a metric.
+            wait: Wait for the device.
+        """
+        if not self._enabled:
+            scheduler.step(*arguments)
+            return
+        self._history.receive(wait=wait)
+        seen = self._schedulers.get(scheduler, self._begun - 1)
+        for report in self._history.after(seen):
+            if report.applied_by(scheduler.optimizer):
+                scheduler.step(*arguments)
+            seen = report.index
+        self._schedulers[scheduler] = seen
+
+    def flush(self) -> None:
+        """Wait for the device and hand every report on, to the observer first.
+
+        Raises:
+            CollapseError: As `update` does.
+        """
+        self._history.receive(wait=True)
+
+    # -- scaling -----------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or an iterable of tensors, by the scale; as torch does."""
+        scaled = super().scale(outputs)
+        if self._enabled and self._current_rule().checks_loss:
+            self._check_loss(outputs)
+        return scaled
+
+    def _check_loss(self, outputs: Any) -> None:
+        """Keep on the device whether a loss, before it was scaled, was not finite."""
+        if isinstance(outputs, (list, tuple)):
+            for output in outputs:
+                self._check_loss(output)
+        elif isinstance(outputs, torch.Tensor):
+            with torch.no_grad():
+                bad = (~torch.isfinite(outputs)).any().to(torch.float32)
+            known = [] if self._iteration.loss is None else [self._iteration.loss]
+            self._iteration.loss = self._any([bad, *known])
+
+    def grad(
+        self,
+        outputs: Any,
+        inputs: Any,
+        *,
+        create_graph: bool = True,
+        retain_graph: bool | None = None,
+        allow_unused: bool = False,
+    ) -> tuple[Any, ...]:
+        """Return unscaled gradients, of which a gradient penalty can be made.
+
+        The backward pass runs on scaled numbers; the result is divided by the scale as
+        part of the graph, on the device. Add a penalty of it to the loss, then go on as
+        usual with `scale`, `backward`, `step` and `update`.
+
+        Args:
+            outputs: The loss, or several.
+            inputs: What to differentiate with respect to.
+            create_graph: Keep the result differentiable.
+            retain_graph: As `torch.autograd.grad` has it.
+            allow_unused: Return `None` for an input that the outputs do not depend on.
+
+        Example:
+            >>> import torch, lossscale.torch as ls
+            >>> scaler = ls.GradScaler("cpu")
+            >>> x = torch.tensor(3.0, requires_grad=True)
+            >>> (gradient,) = scaler.grad(x**2, x)
+            >>> scaler.scale(x**2 + gradient**2).backward()
+            >>> x.grad / scaler.get_scale()
+            tensor(30.)
+        """
+        gradients = torch.autograd.grad(
+            super().scale(outputs),
+            inputs,
+            create_graph=create_graph,
+            retain_graph=retain_graph,
+            allow_unused=allow_unused,
+        )
+        if not self._enabled:
+            return tuple(gradients)
+        inverse = inverse_of(self._scale)
+        return tuple(
+            None if gradient is None else gradient * inverse.to(gradient.device)
+            for gradient in gradients
+        )
+
+    # -- gradients ---------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self, optimizer: Any, max_norm: float, *, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Clip the norm of an optimizer's gradients; in place of `unscale_`.
+
+        One read gives the norm, the check for what is not finite and the factor. An
+        optimizer that takes `grad_scale` is handed the factor, and no gradient is
+        written; for others the gradients are multiplied once. Nothing waits.
+
+        Args:
+            optimizer: Whose gradients to clip; once a step, after all backward passes.
+            max_norm: What their norm shall not exceed, unscaled.
+            norm_type: 2, or infinity for the largest magnitude.
+
+        Returns:
+            The norm of the unscaled gradients before clipping, on their device. If
+            they are not finite it is infinite or NaN, and the step will be skipped.
+
+        Raises:
+            SettingError: If `max_norm` is not positive, or the norm is another one.
+        """
+        max_norm, norm_type = _check_clipping(max_norm, norm_type)
+        if self._enabled:
+            self._check_scale_growth_tracker("clip_grad_norm_")
+            state = self._unstepped(optimizer)
+            in_optimizer = handover.takes_scale(optimizer)
+            in_optimizer = in_optimizer and not handover.takes_scaler(optimizer)
+            if id(optimizer) in self._iteration.sums:
+                self.unscale_(optimizer)
+            elif state["stage"] is OptState.READY and not self._overrides(
+                "_unscale_grads_"
+            ):
+                known, gradients = self._gradients(optimizer)
+                if known is not None and not known.foreign:
+                    state["found_inf_per_device"] = self._look(
+                        optimizer,
+                        Request(max_norm=max_norm, norm_type=norm_type),
+                        allow_fp16=self._allow_fp16 or in_optimizer,
+                    )
+                    verdict = self._iteration.verdicts[id(optimizer)].verdict
+                    if in_optimizer:
+                        self._iteration.divisors[id(optimizer)] = verdict.buffer[
+                            DIVISOR
+                        ]
+                    else:
+                        known.multiply_(gradients, verdict.buffer)
+                    state["stage"] = OptState.UNSCALED
+                    return verdict.buffer[NORM]
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+        # Unscaled gradients, which the caller may have changed since: they are measured
+        # anew and, as everywhere in torch, not checked again.
+        return torch.nn.utils.clip_grad_norm_(
+            parameters(optimizer), max_norm, norm_type
+        )
+
+    def accumulate(self, optimizer: Any) -> None:
+        """Add a micro-batch's gradients up, in float32, unless one is not finite.
+
+        Call it after every `backward`. The gradients are unscaled, added to buffers and
+        taken off the parameters; of a micro-batch with a gradient that is not finite
+        nothing is added. `step` applies the sum of the good ones times all over good,
+        as if none were missing, and skips only if none was good. `update` lowers the
+        scale if any was dropped.
+
+        Args:
+            optimizer: Whose gradients to add up.
+        """
+        if not self._enabled:
+            return  # the gradients add up where they are
+        self._check_scale_growth_tracker("accumulate")
+        self._ready(optimizer)
+        accumulation.add(self, optimizer)
+
+    def step_all(self, *optimizers: Any) -> list[Any]:
+        """Step several optimizers, or none of them if any gradient is not finite.
+
+        Returns:
+            What each `optimizer.step` returned; `None` for those that were skipped.
+        """
+        if not self._enabled:
+            return [optimizer.step() for optimizer in optimizers]
+        self._check_scale_growth_tracker("step_all")
+        states = [self._unstepped(optimizer) for optimizer in optimizers]
+        for optimizer in optimizers:
+            self._settle(optimizer)
+        flags = [
+            flag for state in states for flag in state["found_inf_per_device"].values()
+        ]
+        together = self._any(flags)
+        for flag in flags:
+            flag.copy_(together)
+        return [self.step(optimizer) for optimizer in optimizers]
+
+
+def _check_policy(policy: Any, numbers: tuple[Any, ...]) -> None:
+    """Raise unless a policy is one, and comes alone."""
+    if not isinstance(policy, Policy):
+        message = (
+            f"policy must have init() and step(), got {checks.shown(policy)}. Write "
+            "Dynamic(...), Fixed(...) or presets.get(...)."
+        )
+        raise SettingError(message)
+    if numbers != _TORCHS_NUMBERS:
+        message = (
+            "policy= was given together with init_scale, growth_factor, backoff_factor "
+            "or growth_interval; put these numbers into the policy, such as "
+            "policy=Dynamic(init_scale=1024.0)."
+        )
+        raise SettingError(message)
+
+
+def _check_clipping(max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    """Return what to clip to and by which norm, or raise."""
+    max_norm = checks.number("max_norm", max_norm, "a positive number")
+    if max_norm <= 0.0:
+        message = f"max_norm must be a positive number, got {max_norm!r}."
+        raise SettingError(message)
+    if float(norm_type) not in (2.0, math.inf):
+        message = (
+            f"norm_type must be 2 or infinity, got {norm_type!r}. For another norm "
+            "call unscale_(optimizer), then torch.nn.utils.clip_grad_norm_."
+        )
+        raise SettingError(message)
+    return max_norm, float(norm_type)
+
+
+def _named(
+    names: Iterable[tuple[str, Any]] | Mapping[str, Any] | None,
+    module: torch.nn.Module | None,
+) -> Names | None:
+    """Return the names that were given, one way or the other."""
+    if names is not None and module is not None:
+        message = "names= and module= were both given; one of them is enough."
+        raise SettingError(message)
+    if module is not None:
+        return Names(module.named_parameters())
+    if isinstance(names, Mapping):
+        return Names(names.items())
+    return None if names is None else Names(names)

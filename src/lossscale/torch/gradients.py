@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients of an optimizer: found, sorted by what can read them, looked at.
+
+`Sorted` is worked out when the layout of the gradients changes and kept while it stays.
+Groups of one device go through the Triton kernels or, where those do not reach
+(sparse, complex, strided with gaps, another device), through torch's own operations;
+the verdicts of several groups are made one. Tensor subclasses, such as DTensor, are
+left to torch.
+"""
+
+import math
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+
+from lossscale.torch import eager, fast
+from lossscale.torch.eager import LIMITS, Request
+from lossscale.torch.layouts import Layout
+from lossscale.torch.verdict import FACTOR, FOUND, HEADER
+
+
+def collected(optimizer: Any) -> list[Any]:
+    """Return the gradients that there are, in the order of the parameters."""
+    return [
+        gradient
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if (gradient := parameter.grad) is not None
+    ]
+
+
+def parameters(optimizer: Any) -> list[Any]:
+    """Return the parameters of an optimizer, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+class Group(NamedTuple):
+    """Gradients that are read together."""
+
+    device: Any
+    places: list[int]
+    """Which of the gradients they are."""
+    launcher: Any
+    """The kernels' side of them; `None` where torch's operations read them."""
+
+
+class Sorted:
+    """The gradients of an optimizer, sorted into groups."""
+
+    def __init__(self, gradients: list[Any]) -> None:
+        self._layout = Layout(gradients)
+        self.foreign = any(not _is_plain(gradient) for gradient in gradients)
+        self.half = [at for at, g in enumerate(gradients) if g.dtype is torch.float16]
+        self.sparse = [
+            at for at, g in enumerate(gradients) if g.layout is torch.sparse_coo
+        ]
+        self.groups: list[Group] = []
+        if self.foreign:
+            return
+        places: dict[Any, list[int]] = defaultdict(list)
+        for at, gradient in enumerate(gradients):
+            reached = fast.reaches(gradient)
+            places[gradient.device, reached].append(at)
+        for (device, reached), own in places.items():
+            launcher = fast.launcher() if reached else None
+            self.groups.append(Group(device, own, launcher))
+        self._whole = len(self.groups) == 1
+
+    def fits(self, gradients: list[Any]) -> bool:
+        """Whether gradients are still laid out so."""
+        return self._layout.fits(gradients)
+
+    def measure(
+        self, gradients: list[Any], scale: Any, inverse: Any, request: Request
+    ) -> tuple[Any, dict[Any, Any]]:
+        """Return the buffer of the verdict on all, and the flag of each device.
+
+        Args:
+            gradients: Such as these were made for, at the places where they are now.
+            scale: The scale that they carry; `None` if only the inverse is known.
+            inverse: The inverse; `None` to take it of the scale.
+            request: What is wanted.
+        """
+        known = inverse if scale is None else scale
+        part = request
+        if not self._whole:
+            part = request._replace(max_norm=math.inf, with_norm=request.wants_norm)
+        buffers, order = [], []
+        found: dict[Any, Any] = {}
+        for group in self.groups:
+            own = self._own(group, gradients)
+            if group.launcher is not None:
+                there = known.to(group.device, non_blocking=True)
+                buffer = group.launcher.measure(
+                    own, there, part, inverted=scale is None
+                )
+            else:
+                buffer = _eagerly(own, group.device, scale, inverse, part)
+            buffers.append(buffer)
+            order += group.places
+            flag = buffer[FOUND]
+            before = found.get(group.device)
+            found[group.device] = flag if before is None else torch.max(before, flag)
+        if self._whole:
+            return buffers[0], found
+        buffer = eager.combine(buffers, known.device, request)
+        # The tensors stand in the order of their groups.
+        back = torch.tensor(order).argsort().to(known.device, non_blocking=True)
+        tops = buffer[HEADER:]
+        if len(tops) == len(order):
+            buffer = torch.cat([buffer[:HEADER], tops[back]])
+        return buffer, found
+
+    def multiply_(self, gradients: list[Any], buffer: Any) -> None:
+        """Multiply the gradients by the factor of a verdict, in place."""
+        for group in self.groups:
+            own = self._own(group, gradients)
+            factor = buffer[FACTOR].to(group.device, non_blocking=True)
+            if group.launcher is not None:
+                group.launcher.multiply_(own, factor)
+            else:
+                eager.multiply_([dense(gradient) for gradient in own], factor)
+
+    def _own(self, group: Group, gradients: list[Any]) -> list[Any]:
+        """Return the gradients of a group."""
+        return gradients if self._whole else [gradients[at] for at in group.places]
+
+
+def dense(gradient: Any) -> Any:
+    """Return the numbers of a gradient as a dense real tensor that shares them."""
+    if gradient.layout is torch.sparse_coo:
+        gradient = gradient._values()
+    elif gradient.layout is not torch.strided:
+        gradient = gradient.values()
+    if gradient.is_complex():
+        # Conjugated or not, the magnitudes are the same, and so is a real factor.
+        return torch.view_as_real(gradient.conj() if gradient.is_conj() else gradient)
+    return gradient
+
+
+def inverse_of(scale: Any) -> Any:
+    """Return 1 / scale in float32, divided in float64 where the device has it."""
+    if scale.device.type == "mps":
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
+
+
+def _eagerly(
+    own: list[Any], device: Any, scale: Any, inverse: Any, part: Request
+) -> Any:
+    """Return the verdict that torch's operations come to."""
+    if inverse is None:
+        inverse = inverse_of(scale)
+    if scale is None:
+        scale = inverse_of(inverse)
+    there = [number.to(device, non_blocking=True) for number in (scale, inverse)]
+    return eager.measure([dense(gradient) for gradient in own], *there, part)
+
+
+def _is_plain(gradient: Any) -> bool:
+    """Whether the numbers of a gradient are where its attributes say."""
+    if not isinstance(gradient, torch.Tensor):
+        return False
+    if type(gradient) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    real = gradient.dtype.to_real() if gradient.is_complex() else gradient.dtype
+    return real in LIMITS

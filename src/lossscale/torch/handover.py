@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers that divide the gradients and skip the step by themselves.
+
+Such an optimizer says `_step_supports_amp_scaling`. It is called on every step with two
+tensors, `grad_scale` (what divides the gradients) and `found_inf` (exactly 0 or 1), or,
+in an older form of the agreement, with the scaler itself.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def takes_scale(optimizer: Any) -> bool:
+    """Whether an optimizer unscales and skips by itself."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def takes_scaler(optimizer: Any) -> bool:
+    """Whether it does so in the older form, which asks for the scaler."""
+    return "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+@contextmanager
+def handed_over(optimizer: Any, divisor: Any, found: Any) -> Iterator[None]:
+    """Lend an optimizer the two tensors for one step.
+
+    A `grad_scale` that the caller has set beforehand divides as well. torch leaves its
+    own behind when the step raises, and it multiplies into the next one; here the
+    caller's stands again after an error, and both are gone after a step, as in torch.
+
+    Args:
+        optimizer: It takes `grad_scale` and `found_inf`.
+        divisor: What divides the gradients; `None` if they are unscaled already.
+        found: 1.0 to skip, else 0.0.
+    """
+    preset = getattr(optimizer, "grad_scale", None)
+    optimizer.grad_scale = (
+        preset if divisor is None else divisor if preset is None else divisor * preset
+    )
+    optimizer.found_inf = found
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        del optimizer.grad_scale
+        del optimizer.found_inf
+        if preset is not None and not done:
+            optimizer.grad_scale = preset
+
+
+def prepare_momentum(optimizer: Any, found: Any) -> bool:
+    """Give a fused SGD its momentum buffers; return whether its step may be called.
+
+    torch allocates them without a value on the first step, and when that step is
+    skipped the next one takes what was in the memory for momentum. Zeros are what a
+    first step starts from, unless it is dampened: torch does not dampen the first one.
+    Then the flag is read, once, and a skipped first step is not called at all.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    dampened = False
+    for group in optimizer.param_groups:
+        if not group.get("fused") or not group.get("momentum"):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state[parameter] if parameter.grad is not None else None
+            if state is None or state.get("momentum_buffer") is not None:
+                continue
+            if group["dampening"]:
+                dampened = True
+            else:
+                state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+    return not dampened or not bool(found)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host's side of the kernels: tables, launches, and nothing that waits.
+
+Which chunk belongs to which tensor stays while the shapes stay, and is kept in
+`Tables`. Where the gradients are is written anew for every step, because a backward
+pass may allocate them anew.
+"""
+
+import math
+from array import array
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from lossscale.torch.eager import LIMITS, Request
+from lossscale.torch.kernels import decisions
+from lossscale.torch.kernels import gradients as over_gradients
+from lossscale.torch.verdict import HEADER
+
+KINDS = {
+    torch.float32: (0, tl.float32),
+    torch.float16: (1, tl.float16),
+    torch.bfloat16: (2, tl.bfloat16),
+    torch.float64: (3, tl.float64),
+}
+"""How the kernels name a dtype, and Triton's word for it."""
+
+BLOCK = 4096
+"""How many numbers a program takes at a time."""
+LOOPS = 8
+"""How many times it does that."""
+WARPS = 4
+
+
+class Tables:
+    """What the kernels know of one list of tensors while its layout stays."""
+
+    def __init__(self, gradients: list[Any]) -> None:
+        counts = [gradient.numel() for gradient in gradients]
+        dtypes = [gradient.dtype for gradient in gradients]
+        device = gradients[0].device
+        self.device = device
+        self.tensors = len(counts)
+        several = set(dtypes)
+        self.mixed = len(several) > 1
+        self.dtype = KINDS[next(iter(several))][1]
+        each = [-(-count // (BLOCK * LOOPS)) for count in counts]
+        starts = torch.tensor(list(accumulate(each, initial=0)), dtype=torch.int32)
+        self.chunks = int(starts[-1])
+        tensors = torch.repeat_interleave(
+            torch.arange(self.tensors, dtype=torch.int32), torch.tensor(each)
+        )
+        numbers = torch.arange(self.chunks, dtype=torch.int32) - starts[tensors.long()]
+        kinds = torch.tensor([KINDS[dtype][0] for dtype in dtypes], dtype=torch.int32)
+        limits = torch.tensor([LIMITS[dtype] for dtype in dtypes], dtype=torch.float64)
+        sizes = torch.tensor(counts, dtype=torch.int64)
+        self._held: list[Any] = []
+        # In one copy. The numbers of 8 bytes come first, so that all are aligned.
+        wide = torch.cat([sizes, limits.view(torch.int64)])
+        narrow = torch.cat([starts, kinds, tensors, numbers])
+        if len(narrow) % 2:
+            narrow = torch.cat([narrow, narrow[:1]])
+        together = self.moved(torch.cat([wide, narrow.view(torch.int64)]))
+        self.sizes = together[: self.tensors]
+        self.limits = together[self.tensors : 2 * self.tensors].view(torch.float64)
+        (self.starts, self.kinds, self.chunk_tensors, self.chunk_numbers, _) = (
+            together[2 * self.tensors :]
+            .view(torch.int32)
+            .split(
+                [
+                    self.tensors + 1,
+                    self.tensors,
+                    self.chunks,
+                    self.chunks,
+                    len(narrow) - 2 * (self.tensors + self.chunks) - 1,
+                ]
+            )
+        )
+        room = torch.empty(
+            2 * (self.chunks + self.tensors), dtype=torch.float64, device=device
+        )
+        self.sums, self.tops, self.tensor_sums, self.tensor_tops = room.split(
+            [self.chunks, self.chunks, self.tensors, self.tensors]
+        )
+        self.finished = torch.zeros(1, dtype=torch.int32, device=device)
+        self._addresses: list[int] = []
+        self.pointers = torch.empty(self.tensors, dtype=torch.int64, device=device)
+        self.aligned = False
+
+    def point(self, gradients: list[Any]) -> None:
+        """Write down where the gradients are now."""
+        addresses = list(map(torch.Tensor.data_ptr, gradients))
+        if addresses == self._addresses:
+            return
+        self._addresses = addresses
+        found = torch.frombuffer(array("q", addresses), dtype=torch.int64)
+        self.aligned = not (found & 15).any()
+        self.pointers.copy_(self._pinned(found), non_blocking=True)
+
+    def moved(self, tensor: Any) -> Any:
+        """Return a copy on the device, made without waiting."""
+        return self._pinned(tensor).to(self.device, non_blocking=True)
+
+    def _pinned(self, tensor: Any) -> Any:
+        """Return a copy from which a device can read while the host goes on."""
+        if self.device.type == "cpu":
+            return tensor
+        pinned = tensor.pin_memory()
+        if torch.cuda.is_current_stream_capturing():
+            # A graph copies from the same host memory whenever it is replayed.
+            self._held.append(pinned)
+        return pinned
+
+
+class Launcher:
+    """The kernels for one group of gradients whose layout stays."""
+
+    def __init__(self) -> None:
+        self._tables: Tables | None = None
+        self._captured: list[Tables] = []
+
+    def measure(
+        self, gradients: list[Any], scale: Any, request: Request, *, inverted: bool
+    ) -> Any:
+        """Return the buffer of a verdict; see `verdict.py`.
+
+        Args:
+            gradients: Dense real tensors of one device, always of the same layout.
+            scale: The scale that they carry: one float32 number, on that device.
+            request: What is wanted.
+            inverted: Whether `scale` is the inverse of it.
+        """
+        tables = self._pointed(gradients)
+        buffer = torch.empty(
+            HEADER + tables.tensors, dtype=torch.float32, device=tables.device
+        )
+        if tables.chunks:
+            over_gradients.read[(tables.chunks,)](
+                tables.pointers,
+                tables.sizes,
+                tables.kinds,
+                tables.chunk_tensors,
+                tables.chunk_numbers,
+                scale,
+                tables.sums,
+                tables.tops,
+                dtype=tables.dtype,
+                mixed=tables.mixed,
+                inverted=inverted,
+                write=request.write,
+                aligned=tables.aligned,
+                block=BLOCK,
+                loops=LOOPS,
+                num_warps=WARPS,
+            )
+        decisions.decide[(tables.tensors,)](
+            tables.starts,
+            tables.limits,
+            tables.sums,
+            tables.tops,
+            tables.tensor_sums,
+            tables.tensor_tops,
+            scale,
+            buffer,
+            tables.finished,
+            tables.tensors,
+            float(request.max_norm),
+            euclid=request.norm_type != math.inf,
+            clips=request.max_norm < math.inf,
+            inverted=inverted,
+        )
+        return buffer
+
+    def multiply_(self, gradients: list[Any], factor: Any) -> None:
+        """Multiply the gradients by one float32 number of their device, in place."""
+        tables = self._pointed(gradients)
+        if tables.chunks:
+            over_gradients.multiply[(tables.chunks,)](
+                tables.pointers,
+                tables.sizes,
+                tables.kinds,
+                tables.chunk_tensors,
+                tables.chunk_numbers,
+                factor,
+                dtype=tables.dtype,
+                mixed=tables.mixed,
+                aligned=tables.aligned,
+                block=BLOCK,
+                loops=LOOPS,
+                num_warps=WARPS,
+            )
+
+    def _pointed(self, gradients: list[Any]) -> Tables:
+        """Return the tables, with the places where the gradients are now."""
+        tables = self._tables
+        capturing = gradients[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if tables is None or capturing:
+            tables = Tables(gradients)
+            if capturing:
+                # A graph has tables of its own: what it reads must never change.
+                self._captured.append(tables)
+            else:
+                self._tables = tables
+        tables.point(gradients)
+        return tables

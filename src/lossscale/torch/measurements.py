@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `unscale` measures beside finiteness, when it is asked to."""
+
+from typing import Any
+
+import torch
+
+from lossscale.core import trees
+from lossscale.torch.leaves import common_device, moved, values
+
+_BITS = {
+    # The integer of the same size, and the smallest normal number's bits.
+    torch.float16: (torch.int16, 0x0400),
+    torch.bfloat16: (torch.int16, 0x0080),
+    torch.float32: (torch.int32, 0x0080_0000),
+    torch.float64: (torch.int64, 0x0010_0000_0000_0000),
+}
+
+
+def measured(
+    grads: Any, unscaled: Any, names: frozenset[str], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Measure what was asked for; sums are kept in float64.
+
+    Args:
+        grads: A nest of scaled gradients.
+        unscaled: The same, unscaled.
+        names: What to measure.
+        device: Where the results go if there are no gradients.
+    """
+    scaled = [values(leaf) for _, leaf in trees.leaves(grads)]
+    divided = [values(leaf) for _, leaf in trees.leaves(unscaled)]
+    place = common_device(scaled, device)
+    # float32, or float64 where a gradient is: its largest value may need it.
+    has_float64 = any(x.dtype is torch.float64 for x in scaled)
+    number = torch.float64 if has_float64 else torch.float32
+    # Apple's GPUs have no float64.
+    wide = torch.float32 if place.type == "mps" else torch.float64
+    size = max(1, sum(x.numel() for x in scaled))
+
+    def gathered(results: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Return scalars of all gradients, and a 0, in one tensor."""
+        zero = torch.zeros((), dtype=dtype, device=place)
+        return torch.stack([zero, *(moved(x.to(dtype), place) for x in results)])
+
+    def share(flags: list[torch.Tensor]) -> torch.Tensor:
+        """Return which share of all values has its flag set."""
+        counts = gathered([flag.sum() for flag in flags], wide)
+        return (counts.sum() / size).to(torch.float32)
+
+    measures = {
+        "nan": lambda: gathered([x.isnan().any() for x in scaled], torch.bool).any(),
+        "amax": lambda: gathered([_largest(x) for x in scaled], number).max(),
+        "norm": lambda: torch.linalg.vector_norm(
+            gathered([_norm(x, wide) for x in divided], wide)
+        ).to(number),
+        "zero_share": lambda: share([_magnitude(x) < 1 for x in scaled]),
+        "subnormal_share": lambda: share([_subnormal(x) for x in scaled]),
+    }
+    return {name: measures[name]() for name in sorted(names)}
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    """Return the largest finite magnitude in a tensor; 0 in one without any."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=x.dtype, device=x.device)
+    return torch.where(x.isfinite(), x.abs(), 0.0).max()
+
+
+def _norm(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the norm of one tensor, with its squares in a wide dtype."""
+    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, dtype))
+
+
+def _magnitude(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor without the sign.
+
+    Bits and not values: a processor can be told to take subnormal numbers for zero.
+    """
+    kind, _ = _BITS[x.dtype]
+    return x.view(kind) & torch.iinfo(kind).max
+
+
+def _subnormal(x: torch.Tensor) -> torch.Tensor:
+    """Return which values are below the smallest normal number of their dtype."""
+    _, smallest_normal = _BITS[x.dtype]
+    magnitude = _magnitude(x)
+    return (magnitude > 0) & (magnitude < smallest_normal)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the state of a scaler moves, in place: a policy, and three ways to run it.
+
+On a GPU one kernel runs `core/rule.py`; on a CPU Python numbers do, which the host has
+anyway; everything else, and every policy that is not ours, runs on torch's tensors. The
+results are the same to the bit.
+
+torch multiplies its factors in float64 and rounds once. A scaler that was given torch's
+arguments does that too (`wide`); one that was given a policy keeps to the rule, which
+multiplies in float32.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from lossscale.core import presets
+from lossscale.core.checks import as_float32
+from lossscale.core.policies import Dynamic, Fixed, Policy, Settings, Switches
+from lossscale.core.rule import transition
+from lossscale.core.state import ScaleState, Signal
+from lossscale.torch import fast
+
+_NEVER = 2**31 - 2
+"""An interval that no run lives to see."""
+
+
+class Cells(NamedTuple):
+    """The tensors that a scaler owns, all on one device."""
+
+    scale: Any
+    """float32, of no dimension; torch's `_scale`."""
+    good: Any
+    """int32, of no dimension; torch's `_growth_tracker`."""
+    bad: Any
+    """int32, of no dimension."""
+    counters: Any
+    """int32: steps, skipped steps, skipped steps in a row."""
+
+
+class Flags(NamedTuple):
+    """What happened in a step: 0.0, or not 0.0 if it did; float32, of no dimension."""
+
+    found: Any
+    """A gradient was not finite."""
+    skipped: Any
+    """A step was skipped; not the same where a bad micro-batch was dropped."""
+    loss: Any
+    """The loss was not finite; `None` if nobody looked."""
+
+
+def torchs_policy(
+    init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int
+) -> Dynamic:
+    """Return the policy that torch's arguments stand for.
+
+    An interval below 1 or beyond int32 never comes round in torch; nor does it here.
+    """
+    whole = isinstance(growth_interval, int) and not isinstance(growth_interval, bool)
+    if whole and not 0 < growth_interval < _NEVER:
+        growth_interval = _NEVER
+    base = presets.get("torch")
+    return replace(
+        base,
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+    )
+
+
+def shown_factors(policy: Policy) -> tuple[float, float, int]:
+    """Return torch's three numbers of a policy, for its getters and state dicts.
+
+    A policy that torch could not follow is shown as a scale that stays: that is what
+    torch does with such a state.
+    """
+    if isinstance(policy, Dynamic):
+        factor = policy.backoff_factor or 1.0 / (policy.backoff_divisor or 2.0)
+        return policy.growth_factor, factor, policy.growth_interval
+    return 1.0, 1.0, 2000
+
+
+class Rule:
+    """A policy at work on the cells of a scaler."""
+
+    def __init__(self, policy: Policy, *, wide: bool) -> None:
+        self.policy = policy
+        # Products of powers of two are exact: there is nothing to round.
+        self._wide = wide and not _is_exact(policy)
+        self._on_host = isinstance(policy, Fixed) or wide or _is_exact(policy)
+        self.is_ours = type(policy) in (Fixed, Dynamic)
+        self.checks_loss = bool(getattr(policy, "hold_on_nonfinite_loss", False))
+        self._numbers: dict[Any, Any] = {}
+
+    def prepare(self, device: Any) -> None:
+        """Have on a device what a step will need, before a graph is captured there."""
+        if isinstance(self.policy, Dynamic) and fast.available(device):
+            settings = self._settings()
+            numbers = [getattr(settings, name) for name in _NUMBERS]
+            self._numbers[device] = torch.tensor(
+                numbers, dtype=torch.float64, device=device
+            )
+
+    def advance(self, cells: Cells, flags: Flags, signal: Callable[[], Signal]) -> None:
+        """Take one step.
+
+        Args:
+            cells: The state, changed in place.
+            flags: What happened, tensors of no dimension on the same device.
+            signal: Returns the same and more, as a policy is told it.
+        """
+        device = cells.scale.device
+        if self.is_ours and fast.available(device):
+            self._by_kernel(cells, flags)
+        elif self._on_host and device.type == "cpu":
+            self._by_host(cells, flags)
+        else:
+            self._by_tensors(cells, flags, signal())
+
+    def _settings(self) -> Settings:
+        """Return the numbers of the rule, as torch takes them if that is wanted."""
+        policy = cast("Dynamic", self.policy)
+        if not self._wide:
+            return policy.settings
+        return policy.settings._replace(
+            growth_factor=policy.growth_factor,
+            backoff=cast("float", policy.backoff_factor),
+        )
+
+    def _moved(self, state: ScaleState, signal: Signal, where: Any) -> ScaleState:
+        """Return the next state, of the kind of numbers that the state has."""
+        if not self._wide:
+            return self.policy.step(state, signal, where=where)
+        policy = cast("Dynamic", self.policy)
+        scale, good, bad = state
+        settings = self._settings()
+        moved = transition(
+            scale, good, bad, signal.finite, *settings, *policy.switches, where
+        )
+        return policy.held(state, ScaleState(*moved), signal, where)
+
+    def _by_kernel(self, cells: Cells, flags: Flags) -> None:
+        from lossscale.torch.kernels import decisions  # noqa: PLC0415
+
+        device = cells.scale.device
+        moves = isinstance(self.policy, Dynamic)
+        if moves and device not in self._numbers:
+            self.prepare(device)
+        settings = self._settings() if moves else _NO_SETTINGS
+        switches = _NO_SWITCHES
+        if isinstance(self.policy, Dynamic):
+            switches = self.policy.switches
+        check_loss = self.checks_loss and flags.loss is not None
+        decisions.update[(1,)](
+            *cells,
+            flags.found,
+            flags.skipped,
+            flags.loss if check_loss else flags.found,
+            self._numbers[device] if moves else cells.scale,
+            settings.growth_threshold,
+            settings.good_after_growth,
+            settings.hysteresis,
+            wide=self._wide,
+            check_loss=check_loss,
+            moves=moves,
+            **switches._asdict(),
+        )
+
+    def _by_host(self, cells: Cells, flags: Flags) -> None:
+        state = ScaleState(cells.scale.item(), cells.good.item(), cells.bad.item())
+        loss = None if flags.loss is None else flags.loss.item() == 0.0
+        signal = Signal(finite=flags.found.item() == 0.0, loss_finite=loss)
+        moved = self._moved(state, signal, _pick)
+        cells.scale.fill_(as_float32(moved.scale))
+        cells.good.fill_(moved.good)
+        cells.bad.fill_(moved.bad)
+        skipped = flags.skipped.item() != 0.0
+        steps, before, row = cells.counters.tolist()
+        counted = [steps + 1, before + skipped, row + 1 if skipped else 0]
+        cells.counters.copy_(torch.tensor(counted, dtype=torch.int32))
+
+    def _by_tensors(self, cells: Cells, flags: Flags, signal: Signal) -> None:
+        scale = cells.scale
+        if self._wide and scale.device.type != "mps":
+            scale = scale.double()
+        state = ScaleState(scale, cells.good, cells.bad)
+        moved = self._moved(state, signal, torch.where)
+        for cell, value in zip(cells, moved, strict=False):
+            cell.copy_(torch.as_tensor(value))
+        skipped = flags.skipped != 0.0
+        steps, before, row = cells.counters.unbind()
+        one = skipped.to(torch.int32)
+        counted = [steps + 1, before + one, torch.where(skipped, row + 1, 0)]
+        cells.counters.copy_(torch.stack(counted))
+
+
+_NUMBERS = ("growth_factor", "backoff", "min_scale", "max_scale")
+
+_NO_SETTINGS = Settings(2.0, 1, 0, 0.5, 1, 1.0, 1.0)
+_NO_SWITCHES = Switches(*[False] * len(Switches._fields))
+"""What the kernel is compiled with for a scale that never moves; it reads neither."""
+
+
+def _pick(condition: Any, first: Any, second: Any) -> Any:
+    """Return one of two Python numbers: the host's `where`."""
+    return first if condition else second
+
+
+def _is_exact(policy: Policy) -> bool:
+    """Whether every product of the rule is one with a power of two."""
+    if not isinstance(policy, Dynamic):
+        return False
+    factors = policy.settings.growth_factor, policy.settings.backoff
+    given = policy.growth_factor, policy.backoff_divisor or policy.backoff_factor
+    return factors == given and all(math.frexp(factor)[0] == 0.5 for factor in factors)  # noqa: PLR2004

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of a step: a report that waits for nothing until it is read.
+
+A `StepReport` holds the verdicts of the step on their device, and the copies that are
+on their way to the host. `History` hands reports over in order as they arrive: to the
+observer, to the schedulers, and to the alarm that goes off when nothing but skipped
+steps come in.
+"""
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+from weakref import ref
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lossscale.core.errors import CollapseError, CollapseWarning
+from lossscale.torch.gradients import parameters
+from lossscale.torch.verdict import Seen, Verdict
+
+Reason = Literal["inf", "nan", "loss"]
+
+
+class Part(NamedTuple):
+    """What one optimizer had to do with a step."""
+
+    optimizer: Any
+    """A weak reference to it."""
+    verdict: Verdict
+
+
+class StepReport:
+    """One step of a scaler: applied or skipped, why, at which scale.
+
+    Every attribute is read from a copy that left the device when the step was taken.
+    Asked at once, the first one waits for it; asked a step later, it has arrived.
+
+    Example:
+        >>> import torch, lossscale.torch as ls
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> scaler = ls.GradScaler("cpu", init_scale=8.0, names=[("weight", weight)])
+        >>> scaler.scale((weight * float("inf")).sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> step = scaler.last_step
+        >>> step.applied, step.reason, step.scale, step.culprits
+        (False, 'inf', 8.0, ('weight',))
+    """
+
+    def __init__(
+        self, index: int, parts: tuple[Part, ...], names: Any, loss: Any
+    ) -> None:
+        """Keep what a step saw.
+
+        Args:
+            index: Which step it is, from 1.
+            parts: The verdicts of its optimizers.
+            names: Gives a parameter's name, or `None`.
+            loss: Whether the loss was finite, a verdict likewise; `None` if not asked.
+        """
+        self.index = index
+        self.parts = parts
+        self._names = names
+        self._loss = loss
+        self._numbers: list[Seen] | None = None
+
+    def arrived(self) -> bool:
+        """Whether reading would not wait for the device."""
+        return all(part.verdict.arrived() for part in self.parts)
+
+    @property
+    def applied(self) -> bool:
+        """Whether every optimizer took its step."""
+        return all(seen.finite for seen in self._seen())
+
+    @property
+    def skipped(self) -> bool:
+        """Whether any optimizer skipped its step."""
+        return not self.applied
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why the step was skipped: "loss", "nan" or "inf"; `None` if it was not."""
+        if self.applied:
+            return None
+        if self.loss_finite is False:
+            return "loss"
+        return "nan" if any(seen.nan for seen in self._seen()) else "inf"
+
+    @property
+    def scale(self) -> float:
+        """The scale that the gradients carried."""
+        return self._seen()[0].scale
+
+    @property
+    def norm(self) -> float | None:
+        """The norm of the unscaled gradients; `None` where nothing measured it."""
+        norms = [seen.norm for seen in self._seen()]
+        if any(norm is None for norm in norms):
+            return None
+        return norms[0] if len(norms) == 1 else math.hypot(*filter(None, norms))
+
+    @property
+    def amax(self) -> float | None:
+        """The largest finite magnitude, still scaled; `None` where not measured."""
+        return max((s.amax for s in self._seen() if s.amax is not None), default=None)
+
+    @property
+    def clip(self) -> float:
+        """The smallest factor that clipping multiplied gradients by."""
+        return min(seen.clip for seen in self._seen())
+
+    @property
+    def loss_finite(self) -> bool | None:
+        """Whether the loss was finite before it was scaled; `None` if not asked."""
+        return None if self._loss is None else self._loss.seen().finite
+
+    @property
+    def culprits(self) -> tuple[str, ...]:
+        """The names of the tensors that were not finite."""
+        return tuple(name for name, _ in self.broken)
+
+    @property
+    def broken(self) -> tuple[tuple[str, Reason], ...]:
+        """The names of the tensors that were not finite, each with "inf" or "nan"."""
+        found: list[tuple[str, Reason]] = []
+        for part, seen in zip(self.parts, self._seen(), strict=True):
+            optimizer = part.optimizer()
+            for place, top in seen.broken:
+                name = name_of(optimizer, place, self._names)
+                found.append((name, "nan" if math.isnan(top) else "inf"))
+        return tuple(found)
+
+    def applied_by(self, optimizer: Any) -> bool | None:
+        """Whether one optimizer took its step; `None` if it had no part in this one."""
+        for part, seen in zip(self.parts, self._seen(), strict=True):
+            if part.optimizer() is optimizer:
+                return seen.finite
+        return None
+
+    def _seen(self) -> list[Seen]:
+        # In a CUDA graph the same buffers are written again and again.
+        if self._numbers is None or not all(p.verdict.stays for p in self.parts):
+            self._numbers = [part.verdict.seen() for part in self.parts]
+        return self._numbers
+
+    def __repr__(self) -> str:
+        """Return what can be said without waiting for the device."""
+        if not self.arrived():
+            return f"StepReport(index={self.index}, not arrived)"
+        if self.applied:
+            return f"StepReport(index={self.index}, applied, scale={self.scale:g})"
+        return (
+            f"StepReport(index={self.index}, skipped, reason={self.reason!r}, "
+            f"scale={self.scale:g}, culprits={self.culprits})"
+        )
+
+
+Observer = Callable[[StepReport], object]
+"""What is told of every step, in order, when its report has arrived."""
+
+
+class History:
+    """The reports of a scaler: on their way, and the last that arrived."""
+
+    KEPT = 256
+
+    def __init__(
+        self, observer: Observer | None, limit: int | None, on_collapse: str
+    ) -> None:
+        self.last: StepReport | None = None
+        self._observer = observer
+        self._limit = limit
+        self._on_collapse = on_collapse
+        self._coming: deque[StepReport] = deque()
+        self._known: deque[StepReport] = deque(maxlen=self.KEPT)
+        self._row: deque[StepReport] = deque(maxlen=self.KEPT)
+        self._in_a_row = 0
+
+    def emptied(self) -> "History":
+        """Return one of the same settings that knows of nothing."""
+        return History(self._observer, self._limit, self._on_collapse)
+
+    def add(self, report: StepReport) -> None:
+        """Take a report; those that have arrived are handed on."""
+        self.last = report
+        self.receive()
+        if all(part.verdict.stays for part in report.parts):
+            self._coming.append(report)
+        if all(part.verdict.buffer.device.type == "cpu" for part in report.parts):
+            self.receive()
+
+    def receive(self, *, wait: bool = False) -> None:
+        """Hand on what has arrived, in order.
+
+        Args:
+            wait: Wait for the device until everything has.
+
+        Raises:
+            CollapseError: If that many steps in a row were skipped.
+        """
+        while self._coming and (wait or self._coming[0].arrived()):
+            report = self._coming.popleft()
+            self._known.append(report)
+            if self._observer is not None:
+                self._observer(report)
+            self._watch(report)
+
+    def after(self, index: int) -> list[StepReport]:
+        """Return the reports that have arrived of steps after one."""
+        return [report for report in self._known if report.index > index]
+
+    def _watch(self, report: StepReport) -> None:
+        """Count skipped steps in a row, and say so when they are too many."""
+        if report.applied:
+            self._row.clear()
+            self._in_a_row = 0
+            return
+        self._row.append(report)
+        self._in_a_row += 1
+        if self._limit is None or self._in_a_row % self._limit:
+            return
+        message = _collapse(self._in_a_row, list(self._row))
+        if self._on_collapse == "raise":
+            raise CollapseError(message)
+        if self._in_a_row == self._limit:
+            warnings.warn(message, CollapseWarning, stacklevel=4)
+
+
+def _collapse(count: int, reports: list[StepReport]) -> str:
+    """Say what was seen while nothing but skipped steps came in, and what to try."""
+    scales = [report.scale for report in reports]
+    shown = [f"{scale:g}" for scale in scales]
+    if len(shown) > _MOST:
+        shown = [*shown[:3], "...", *shown[-2:]]
+    reasons = [report.reason for report in reports]
+    counts = [f"{reasons.count(r)} {r}" for r in ("inf", "nan", "loss") if r in reasons]
+    first = reports[0].broken[:_MOST]
+    names = ", ".join(f"{name} ({reason})" for name, reason in first) or "unknown"
+    if "nan" in reasons[-2:] or "loss" in reasons[-2:]:
+        advice = (
+            "NaN stays NaN at every scale: look for it in the loss or the forward pass "
+            "(float16 activations beyond 65504, a division by 0, a model that was "
+            "trained in bfloat16), for example with torch.autograd.detect_anomaly()."
+        )
+    else:
+        advice = (
+            "The gradients overflow however low the scale is: the loss or the backward "
+            "pass has infinities of its own. Check the loss, lower the learning rate, "
+            "or keep the named tensors' layers in float32."
+        )
+    return (
+        f"{count} steps in a row were skipped; nothing is being trained. "
+        f"Scales: {', '.join(shown)}. Reasons: {', '.join(counts)}. First tensors that "
+        f"were not finite: {names}. {advice}"
+    )
+
+
+_MOST = 6
+"""How many scales or names a message lists."""
+
+
+class Names:
+    """The names of parameters, as far as they are known; holds none of them alive."""
+
+    def __init__(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        self._known = WeakIdKeyDictionary()
+        for name, parameter in pairs:
+            self._known[parameter] = name
+
+    def get(self, parameter: Any) -> str | None:
+        """Return the name of a parameter, or `None`."""
+        name: str | None = self._known.get(parameter)
+        return name
+
+
+def name_of(optimizer: Any, place: int, names: Names | None) -> str:
+    """Return the name of an optimizer's parameter; if it has none, where it stands."""
+    if optimizer is None:
+        return f"parameter {place} of an optimizer that is gone"
+    known = None
+    if names is not None:
+        known = names.get(parameters(optimizer)[place])
+    if known is not None:
+        return known
+    for number, group in enumerate(optimizer.param_groups):
+        size = len(group["params"])
+        if place < size:
+            listed = group.get("param_names")
+            if listed is not None:
+                return str(listed[place])
+            shape = tuple(group["params"][place].shape)
+            return f"param_groups[{number}]['params'][{place}] of shape {shape}"
+        place -= size
+    return f"parameter {place}"
+
+
+def weakly(optimizer: Any) -> Any:
+    """Return a weak reference, or what stands for one."""
+    try:
+        return ref(optimizer)
+    except TypeError:  # slots without __weakref__
+        return lambda: optimizer

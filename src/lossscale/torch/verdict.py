@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gradients of one optimizer were, in one small buffer on their device.
+
+The buffer is float32: eight numbers about all gradients, then one per tensor, its
+largest magnitude as it came (infinity or NaN if it is not finite, infinity also if only
+unscaling would make it so). The kernels and the eager path write the same layout.
+Nothing here waits for a device until a number is asked for; `publish` starts a copy to
+the host, which has arrived a step later.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+FOUND = 0
+"""1 if the step must be skipped, else 0; exactly, because optimizers compare with 1."""
+NAN = 1
+"""1 if a gradient is NaN."""
+AMAX = 2
+"""The largest finite magnitude, still scaled."""
+NORM = 3
+"""The norm, unscaled."""
+DIVISOR = 4
+"""What divides gradients in the optimizer: the scale over the clip coefficient."""
+FACTOR = 5
+"""What gradients are multiplied by in place: the clip coefficient over the scale."""
+SCALE = 6
+"""The scale that the gradients carry."""
+CLIP = 7
+"""The clip coefficient: 1 where nothing is clipped."""
+HEADER = 8
+
+NOT_MEASURED = -1.0
+"""Stands for a largest magnitude or a norm that nobody looked for."""
+
+
+class Seen(NamedTuple):
+    """A verdict as Python numbers."""
+
+    finite: bool
+    nan: bool
+    amax: float | None
+    norm: float | None
+    scale: float
+    clip: float
+    broken: tuple[tuple[int, float], ...]
+    """The tensors that are not finite: their places among all, and inf or NaN."""
+
+
+class Verdict:
+    """A verdict on the gradients of one optimizer; see the module."""
+
+    def __init__(self, buffer: Any, places: Any = None) -> None:
+        """Keep a verdict.
+
+        Args:
+            buffer: The layout above.
+            places: Which of the optimizer's parameters the tensors belong to; `None`
+                if to each of them.
+        """
+        self.buffer = buffer
+        # A tensor of its own: torch and its users keep it, add to it and reduce it.
+        self.found = buffer[FOUND]
+        self._places = places
+        self._copy: Any = None
+        self._event: Any = None
+
+    def number(self, index: int) -> Any:
+        """Return one of the eight numbers, as a tensor of no dimension."""
+        return self.buffer[index]
+
+    def add(self, tops: Any, scale: Any, found: Any) -> None:
+        """Take in what the micro-batches were that this is the sum of.
+
+        Args:
+            tops: The largest magnitude of each tensor over all of them, or `None`.
+            scale: The scale that they carried.
+            found: 1.0 if none of them could be used.
+        """
+        self.buffer[SCALE] = scale
+        self.buffer[FOUND] = torch.maximum(self.buffer[FOUND], found)
+        if tops is not None and tops.shape == self.buffer[HEADER:].shape:
+            self.buffer[HEADER:] = torch.maximum(self.buffer[HEADER:], tops)
+
+    @property
+    def stays(self) -> bool:
+        """Whether what is read will not change; a CUDA graph writes its own anew."""
+        return self._event is not None or self.buffer.device.type != "cuda"
+
+    def publish(self) -> None:
+        """Start a copy to the host, which nobody waits for.
+
+        In a CUDA graph there is no later; the buffer itself is read when asked.
+        """
+        if self.buffer.device.type != "cuda":
+            return
+        if torch.cuda.is_current_stream_capturing():
+            return
+        self._copy = torch.empty(
+            self.buffer.shape, dtype=torch.float32, device="cpu", pin_memory=True
+        )
+        self._copy.copy_(self.buffer, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def arrived(self) -> bool:
+        """Whether `seen` would not wait, as far as that is known."""
+        if self._event is not None:
+            return bool(self._event.query())
+        return self.stays
+
+    def seen(self) -> Seen:
+        """Return the numbers; waits for the device if they have not arrived."""
+        source = self.buffer
+        if self._event is not None:
+            self._event.synchronize()
+            source = self._copy
+        numbers = source.tolist()
+        broken = tuple(
+            (place if self._places is None else self._places[place], top)
+            for place, top in enumerate(numbers[HEADER:])
+            if not math.isfinite(top)
+        )
+        return Seen(
+            finite=numbers[FOUND] == 0.0,
+            nan=numbers[NAN] != 0.0,
+            amax=_measured(numbers[AMAX]),
+            norm=_measured(numbers[NORM]),
+            scale=numbers[SCALE],
+            clip=numbers[CLIP],
+            broken=broken,
+        )
+
+
+def _measured(number: float) -> float | None:
+    """Return a number, unless it says that nobody looked."""
+    return None if number == NOT_MEASURED else number

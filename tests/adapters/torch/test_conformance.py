@@ -1,0 +1,40 @@
+"""The conformance suite on torch: eager, and in torch.compile as one graph."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import numpy as np  # noqa: E402
+from conformance import (  # noqa: E402
+    ClassicConformance,
+    Framework,
+    VerbConformance,
+)
+
+import lossscale.torch as ls  # noqa: E402
+
+
+def array(values):
+    # A copy: torch.from_numpy shares its memory, and warns about what is read-only.
+    return torch.from_numpy(np.array(values))
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+class TestEager(VerbConformance, ClassicConformance):
+    framework = Framework(module=ls, array=array, numpy=np.asarray, complex=True)
+
+
+class TestCompiled(VerbConformance):
+    framework = Framework(
+        module=ls, array=array, numpy=np.asarray, complex=True, compile=compiled
+    )
+
+
+def test_every_exported_name_exists_and_is_sorted():
+    assert sorted(ls.__all__) == ls.__all__
+    for name in ls.__all__:
+        assert getattr(ls, name) is not None
