@@ -35,6 +35,7 @@ bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/demo_depths.py
 	$(BIN)/python benchmarks/tensorflow_step.py
 	$(BIN)/python benchmarks/keras_step.py
+	$(BIN)/python benchmarks/torch_step.py cpu benchmarks/results
 
 docs: $(VENV)/docs.stamp
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html

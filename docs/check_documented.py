@@ -20,6 +20,7 @@ from sphinx.util.inventory import InventoryFile
 MODULES = (
     "lossscale",
     "lossscale.numpy",
+    "lossscale.torch",
     "lossscale.tensorflow",
     "lossscale.keras",
     "lossscale.diagnostics",

@@ -15,9 +15,10 @@ from sphinx.ext.autodoc.mock import mock
 # The pages are built without a framework, and look the same where one is installed: the
 # adapters are imported with stand-ins. A stand-in is enough for everything but base
 # classes, decorators, and a version that is compared.
-with mock(["tensorflow", "keras"]):
+with mock(["tensorflow", "keras", "torch"]):
     import keras
     import tensorflow as tf
+    import torch
 
     tf.Module = type("Module", (), {})
     optimizers = SimpleNamespace(Optimizer=type("Optimizer", (), {}))
@@ -30,8 +31,13 @@ with mock(["tensorflow", "keras"]):
     keras.saving = SimpleNamespace(
         register_keras_serializable=lambda **_: lambda decorated: decorated
     )
+    torch.amp = SimpleNamespace(GradScaler=type("GradScaler", (), {}))
+    torch.nn = SimpleNamespace(Module=type("Module", (), {"__module__": "torch.nn"}))
+    torch.Tensor = type("Tensor", (), {"__module__": "torch"})
+    torch.device = type("device", (), {"__module__": "torch"})
     import lossscale.keras
-    import lossscale.tensorflow  # noqa: F401
+    import lossscale.tensorflow
+    import lossscale.torch  # noqa: F401
 
 project = "lossscale"
 author = "the lossscale authors"
@@ -82,6 +88,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"(numpy\.|np\.|npt\.|numpy\.typing\.).*"),
     (r"py:class", r"ndarray|dtype|bool_|bool|int64|float32|ArrayLike|NDArray"),
     (r"py:class", r"Flags|Steps|Scales|optional|abc\..*"),
+    (r"py:class", r"torch\..*"),
     # Bases of the abstract classes.
     (r"py:class", r"ABCMeta|Protocol|typing\..*"),
 ]

@@ -66,9 +66,20 @@ SUITES = {
     "jax": Suite(("tests/compat/test_jax.py",), {}),
     "torch": Suite(("tests/compat/test_torch.py", "tests/adapters/torch"), {}),
     "kernels-interpreted": Suite(
-        ("tests/kernels/test_rule_interpreted.py",), {"TRITON_INTERPRET": "1"}
+        (
+            "tests/kernels/test_rule_interpreted.py",
+            "tests/kernels/test_gradient_kernels_interpreted.py",
+            "tests/kernels/test_scaler_interpreted.py",
+        ),
+        {"TRITON_INTERPRET": "1"},
     ),
-    "kernels": Suite(("tests/kernels/test_rule_in_triton.py",), {}),
+    "kernels": Suite(
+        (
+            "tests/kernels/test_rule_in_triton.py",
+            "tests/kernels/test_kernels_compile.py",
+        ),
+        {},
+    ),
 }
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
 

@@ -5,8 +5,12 @@ They must be there before TensorFlow starts, and other pages start it too. Setti
 a second time, as the block does, changes nothing.
 """
 
+from contextlib import suppress
+
 
 def _make_two_devices():
+    with suppress(ImportError):
+        import triton  # noqa: F401  # after TensorFlow it would end the process
     try:
         import tensorflow as tf
     except ImportError:

@@ -1,5 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torch adapter: the five verbs and the seven classic classes."""
+"""The PyTorch adapter: `GradScaler`, the five verbs and the seven classic classes.
+
+The scaler:
+    grad_scaler    `GradScaler`: what is new in it
+    drop_in        the same: what torch's has
+    gradients      an optimizer's gradients, sorted by what can read them
+    layouts        whether they are laid out as a step ago
+    eager          looks at them with torch's operations
+    fast, kernels  looks at them with Triton, imported by the first step that needs it
+    verdict        what they were, in one small buffer on their device
+    rules          a policy at work on the scaler's tensors
+    handover       optimizers that divide and skip by themselves
+    closures       optimizers that ask for the loss themselves
+    accumulation   micro-batches, the bad ones left out
+    steps          `StepReport`; observers, schedulers and the alarm
+    operators      looks at gradients as torch operators, for what is compiled
+    compiling      what is not compiled
+
+The verbs:
+    verbs          init, scale, unscale, update, select
+    leaves         one gradient: dense or sparse, real or complex
+    measurements   what `unscale` measures when it is asked to
+
+The classic classes:
+    classic        managers and loss scales
+    optimizer      the optimizer wrapper
+    inner          the optimizers that it wraps
+    binding        what torch lends to all of them
+"""
+
+from lossscale.core.errors import MissingPackageError
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":  # it is there, and something of its own is not
+        raise
+    _message = (
+        "lossscale.torch needs PyTorch, which is not installed. Install it with: "
+        "pip install 'lossscale[torch]'"
+    )
+    raise MissingPackageError(_message) from None
 
 from lossscale.core.classic import LossScale, LossScaleManager
 from lossscale.torch.classic import (

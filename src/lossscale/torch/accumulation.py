@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lossscale.core.errors import GradientError
 from lossscale.torch.eager import LIMITS, Request
 from lossscale.torch.gradients import inverse_of, parameters
 from lossscale.torch.verdict import HEADER
@@ -18,10 +19,10 @@ from lossscale.torch.verdict import HEADER
 class Sum:
     """What the micro-batches of one step add up to."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, optimizer: Any, device: Any) -> None:
         self.batches = 0
         self.good = torch.zeros((), device=device)
-        self.tops: Any = None
+        self.tops = torch.zeros(len(parameters(optimizer)), device=device)
         self._buffers: dict[int, Any] = {}
 
     @torch.no_grad()
@@ -37,11 +38,11 @@ class Sum:
         self.batches += 1
         finite = found == 0
         self.good += finite
-        if self.tops is None or self.tops.shape != tops.shape:
-            self.tops = tops
-        else:
-            self.tops = torch.maximum(self.tops, tops)  # NaN stays on top
-        for parameter in parameters(optimizer):
+        every = parameters(optimizer)
+        there = [at for at, p in enumerate(every) if p.grad is not None]
+        # NaN stays on top.
+        self.tops[there] = torch.maximum(self.tops[there], tops.to(self.tops.device))
+        for parameter in every:
             gradient = parameter.grad
             if gradient is None:
                 continue
@@ -49,12 +50,12 @@ class Sum:
                 gradient = gradient.to_dense()
             wide = _wide(gradient) * inverse.to(gradient.device)
             # A product with 0 would leave NaN; a choice does not.
-            there = torch.where(finite.to(gradient.device), wide, 0.0)
+            share = torch.where(finite.to(gradient.device), wide, 0.0)
             total = self._buffers.get(id(parameter))
             if total is None:
-                self._buffers[id(parameter)] = there
+                self._buffers[id(parameter)] = share
             else:
-                total.add_(there)
+                total.add_(share)
             parameter.grad = None
 
     @torch.no_grad()
@@ -75,18 +76,30 @@ def add(scaler: Any, optimizer: Any) -> None:
     known, gradients = scaler._gradients(optimizer)
     total = iteration.sums.get(id(optimizer))
     if total is None:
-        total = iteration.sums[id(optimizer)] = Sum(scaler._scale.device)
+        total = iteration.sums[id(optimizer)] = Sum(optimizer, scaler._scale.device)
     if known is None:
         total.batches += 1
         total.good += 1.0
         return
-    buffer, found = known.measure(gradients, scaler._scale, None, Request())
-    flags = list(found.values())
-    if iteration.loss is not None:
-        flags.append(iteration.loss)
-        iteration.loss = None  # the next micro-batch has a loss of its own
-    flag = scaler._any(flags)
-    iteration.dropped.append(flag)
+    if known.foreign:
+        kinds = sorted({type(gradient).__name__ for gradient in gradients})
+        message = (
+            "accumulate() adds plain tensors up, and these gradients are "
+            f"{', '.join(kinds)}. Let them add up in .grad: call backward several "
+            "times, then step."
+        )
+        raise GradientError(message)
+    request = Request(with_amax=True)
+    buffer, found = known.measure(gradients, scaler._scale, None, request)
+    flag = scaler._any(list(found.values()))
+    if iteration.loss is None:
+        iteration.dropped.append(flag)
+    else:
+        # A loss that is not finite leaves the scale; the next batch has its own.
+        lost, iteration.loss = iteration.loss, None
+        iteration.lost.append(lost)
+        iteration.dropped.append(flag * (1.0 - lost))
+        flag = torch.maximum(flag, lost)
     total.add(optimizer, flag, buffer[HEADER:], inverse_of(scaler._scale))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lossscale.core.errors import ContextError
 from lossscale.torch.gradients import parameters
 
 
@@ -33,12 +34,19 @@ def step(
     are left alone, unless `unscale_` was called for them (SAM takes its first step from
     them). If it was, and they are not finite, the closure is not called at all.
     """
+    if id(optimizer) in scaler._iteration.sums:
+        message = (
+            "accumulate() and a closure do not go together: the closure brings its own "
+            "gradients. Add the micro-batches up inside the closure."
+        )
+        raise ContextError(message)
     flags = scaler._found_inf_per_device(optimizer).values()
     if any(flag.item() for flag in flags):
         return None
     before = _Snapshot(optimizer)
 
     def checked() -> Any:
+        scaler._rearm(optimizer)
         with torch.enable_grad():
             loss = closure()
         if scaler._unscale_again(optimizer):

@@ -12,23 +12,25 @@ so far, `_Iteration`; both are closed by `update`.
 
 import warnings
 from collections import defaultdict
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from lossscale.core import checks
-from lossscale.core.errors import LossScaleError, SettingError
+from lossscale.core.errors import LossScaleError, SettingError, StateError
 from lossscale.core.policies import Fixed, Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState, Signal
 from lossscale.torch import accumulation, closures, eager, handover
+from lossscale.torch.compiling import uncompiled
 from lossscale.torch.eager import Request
 from lossscale.torch.gradients import Sorted, collected, inverse_of, parameters
 from lossscale.torch.rules import Cells, Flags, Rule, shown_factors, torchs_policy
 from lossscale.torch.steps import History, Names, Part, StepReport, name_of, weakly
-from lossscale.torch.verdict import AMAX, NAN, NORM, Verdict
+from lossscale.torch.verdict import AMAX, NAN, NORM, Shelf, Verdict
 
 
 class _Iteration:
@@ -38,9 +40,14 @@ class _Iteration:
         self.verdicts: dict[int, Part] = {}
         self.divisors: dict[int, Any] = {}
         """What divides the gradients of an optimizer that were left as they are."""
+        self.clipped: set[int] = set()
+        self.settled: set[int] = set()
+        """Optimizers whose gradients were looked at for a step that is to follow."""
         self.sums: dict[int, accumulation.Sum] = {}
         self.dropped: list[Any] = []
         """The flags of micro-batches: a bad one lowers the scale, and skips nothing."""
+        self.lost: list[Any] = []
+        """The same of those whose loss was not finite: they leave the scale."""
         self.loss: Any = None
         """1.0 if a loss was not finite; `None` if nobody looked."""
 
@@ -71,6 +78,7 @@ class DropIn(torch.amp.GradScaler):
         self._iteration = _Iteration()
         self._sorted: Any = WeakKeyDictionary()
         self._schedulers: Any = WeakKeyDictionary()
+        self._shelf = Shelf()
         if not self._enabled:
             return
         self._per_optimizer_states: Any = defaultdict(_refresh_per_optimizer_state)
@@ -135,6 +143,7 @@ class DropIn(torch.amp.GradScaler):
 
     # -- the state ---------------------------------------------------------------------
 
+    @uncompiled
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         self._cells()
@@ -191,7 +200,10 @@ class DropIn(torch.amp.GradScaler):
         )
         policy = self._given_policy
         if policy is None:
-            policy = torchs_policy(2.0**16, *numbers)
+            try:
+                policy = torchs_policy(2.0**16, *numbers)
+            except LossScaleError as error:
+                raise StateError(str(error)) from error
         else:
             numbers = self._numbers()
         scale, good, bad = check_state(policy, state)
@@ -206,7 +218,7 @@ class DropIn(torch.amp.GradScaler):
             self._rule.prepare(self._scale.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: settings and numbers, neither names nor reports."""
+        """Return what is pickled: numbers and settings; no names or observers."""
         state: dict[str, Any] = super().__getstate__()
         if self._enabled:
             state["_init_bad"] = self.state_dict()["bad"]
@@ -215,7 +227,7 @@ class DropIn(torch.amp.GradScaler):
             state["_rule"] = Rule(self._rule.policy, wide=self._given_policy is None)
         state["_history"] = self._history.emptied()
         state["_names"] = None
-        for name in ("_iteration", "_sorted", "_schedulers"):
+        for name in ("_iteration", "_sorted", "_schedulers", "_shelf"):
             del state[name]
         return state
 
@@ -224,9 +236,11 @@ class DropIn(torch.amp.GradScaler):
         super().__setstate__(state)
         self._iteration = _Iteration()
         self._sorted, self._schedulers = WeakKeyDictionary(), WeakKeyDictionary()
+        self._shelf = Shelf()
 
     # -- looking at gradients ----------------------------------------------------------
 
+    @uncompiled
     def unscale_(self, optimizer: Any) -> None:
         """Unscale the gradients of an optimizer, in place; waits for nothing."""
         if not self._enabled:
@@ -271,9 +285,14 @@ class DropIn(torch.amp.GradScaler):
         gradients = collected(optimizer)
         if not gradients:
             return None, gradients
-        known = self._sorted.get(optimizer)
+        try:
+            known = self._sorted.get(optimizer)
+        except TypeError:  # nothing to remember it by
+            known = None
         if known is None or not known.fits(gradients):
-            known = self._sorted[optimizer] = Sorted(gradients)
+            known = Sorted(gradients)
+            with suppress(TypeError):
+                self._sorted[optimizer] = known
         if known.sparse:
             # An index that stands more than once is added up, as optimizers do; the
             # sum may be infinite where no part of it is.
@@ -290,6 +309,7 @@ class DropIn(torch.amp.GradScaler):
         *,
         allow_fp16: bool,
         inverse: Any = None,
+        gathered: tuple[Sorted | None, list[Any]] | None = None,
     ) -> dict[Any, Any]:
         """Look at the gradients of an optimizer; return the flag of each device.
 
@@ -298,8 +318,9 @@ class DropIn(torch.amp.GradScaler):
             request: What is wanted.
             allow_fp16: Whether float16 gradients may be unscaled.
             inverse: What unscales them, if not the scaler's scale.
+            gathered: What `_gradients` returned, if it was asked already.
         """
-        known, gradients = self._gradients(optimizer)
+        known, gradients = gathered or self._gradients(optimizer)
         if known is None:
             return self._nothing(optimizer)
         if known.half and not allow_fp16:
@@ -308,21 +329,27 @@ class DropIn(torch.amp.GradScaler):
             return self._look_as_torch(optimizer, request, inverse)
         if self._measure_norm:
             request = request._replace(with_norm=True)
+        if self._enabled and not self._rule.is_ours:
+            request = request._replace(with_norm=True, with_amax=True)
         scale = self._scale if inverse is None else None
         buffer, found = known.measure(gradients, scale, inverse, request)
+        self._with_loss(found)
+        self._keep(optimizer, buffer, gradients)
+        return found
+
+    def _with_loss(self, found: dict[Any, Any]) -> dict[Any, Any]:
+        """Have a loss that was not finite skip the step as well."""
         if self._iteration.loss is not None:
             for flag in found.values():
                 torch.maximum(flag, self._iteration.loss.to(flag.device), out=flag)
-        self._keep(optimizer, buffer, known, gradients)
         return found
 
-    def _keep(
-        self, optimizer: Any, buffer: Any, known: Any = None, gradients: Any = ()
-    ) -> None:
+    def _keep(self, optimizer: Any, buffer: Any, gradients: list[Any]) -> None:
         """Keep a verdict for the report of this step."""
         places = None
-        every = parameters(optimizer)
-        if known is not None and len(every) != len(gradients):
+        total = sum(len(group["params"]) for group in optimizer.param_groups)
+        if total != len(gradients):
+            every = parameters(optimizer)
             places = [at for at, p in enumerate(every) if p.grad is not None]
         part = Part(weakly(optimizer), Verdict(buffer, places))
         self._iteration.verdicts[id(optimizer)] = part
@@ -332,7 +359,8 @@ class DropIn(torch.amp.GradScaler):
         if self._on_no_gradients == "raise" or self._scale is None:
             return {}
         flag = torch.zeros((), dtype=torch.float32, device=self._scale.device)
-        self._keep(optimizer, eager.flag_buffer(flag, self._scale))
+        verdict = Verdict(eager.flag_buffer(flag, self._scale), measured=False)
+        self._iteration.verdicts[id(optimizer)] = Part(weakly(optimizer), verdict)
         return {flag.device: flag}
 
     def _look_as_torch(
@@ -346,7 +374,7 @@ class DropIn(torch.amp.GradScaler):
         elif inverse is None:
             inverse = inverse_of(self._scale)
         found: dict[Any, Any] = super()._unscale_grads_(optimizer, inverse, zero, True)
-        return found
+        return self._with_loss(found)
 
     def _refuse_half(self, optimizer: Any, known: Sorted) -> None:
         """Say which gradients are float16, and what to do about it."""
@@ -389,6 +417,7 @@ class DropIn(torch.amp.GradScaler):
 
     # -- stepping ----------------------------------------------------------------------
 
+    @uncompiled
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer unless a gradient is not finite.
 
@@ -407,11 +436,12 @@ class DropIn(torch.amp.GradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        self._check_scale_growth_tracker("step")
-        state = self._unstepped(optimizer)
         closure = kwargs.pop("closure", None)
         if closure is None and args and callable(args[0]):
             closure, args = args[0], args[1:]
+        if closure is None:
+            self._check_scale_growth_tracker("step")
+        state = self._unstepped(optimizer)
         if closure is not None:
             result = closures.step(self, optimizer, closure, *args, **kwargs)
         elif handover.takes_scale(optimizer):
@@ -431,6 +461,7 @@ class DropIn(torch.amp.GradScaler):
 
     def _settle(self, optimizer: Any) -> None:
         """Have the gradients of an optimizer looked at, if they have not been."""
+        self._iteration.settled.add(id(optimizer))
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not OptState.READY:
             return
@@ -452,10 +483,10 @@ class DropIn(torch.amp.GradScaler):
                 "`grad_scale: Tensor` and `found_inf: Tensor` to the passed optimizer "
                 "and let the optimizer use them directly.",
                 FutureWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        if not state["found_inf_per_device"]:
+        if id(optimizer) not in self._iteration.settled:
             self._settle(optimizer)
         found = self._any(list(state["found_inf_per_device"].values()))
         divisor = self._iteration.divisors.get(id(optimizer))
@@ -479,18 +510,32 @@ class DropIn(torch.amp.GradScaler):
 
     def _unscale_again(self, optimizer: Any) -> bool:
         """Unscale what a closure's backward pass has left; return if it is finite."""
+        self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
-        found = self._look(optimizer, Request(write=True), allow_fp16=self._allow_fp16)
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        elif self._iteration.divisors.pop(id(optimizer), None) is not None:
+            # The closure has clipped them, and nobody else will.
+            known, gradients = self._gradients(optimizer)
+            verdict = self._iteration.verdicts[id(optimizer)].verdict
+            cast("Sorted", known).multiply_(gradients, verdict.buffer)
+        found = state["found_inf_per_device"]
         if not found:
             message = "No inf checks were recorded for this optimizer."
             raise AssertionError(message)
-        state["found_inf_per_device"] = found
         return not any(flag.item() for flag in found.values())
+
+    def _rearm(self, optimizer: Any) -> None:
+        """Have the next gradients of an optimizer looked at anew."""
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
+        self._iteration.clipped.discard(id(optimizer))
+        self._iteration.divisors.pop(id(optimizer), None)
 
     def _judge_sum(self, optimizer: Any, total: Any) -> None:
         """Look at what micro-batches add up to: the sum may be infinite as well."""
         one = torch.ones((), dtype=torch.float32, device=self._scale.device)
-        found = self._look(optimizer, Request(), allow_fp16=True, inverse=one)
+        request = Request(with_amax=True)
+        found = self._look(optimizer, request, allow_fp16=True, inverse=one)
         none_good = (total.good == 0).to(torch.float32)
         for flag in found.values():
             torch.maximum(flag, none_good.to(flag.device), out=flag)
@@ -501,6 +546,7 @@ class DropIn(torch.amp.GradScaler):
 
     # -- the end of the iteration ------------------------------------------------------
 
+    @uncompiled
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Move the scale; call it once, after all optimizers of an iteration.
 
@@ -563,13 +609,15 @@ class DropIn(torch.amp.GradScaler):
         """Move the scale by what was found; return the report of the step."""
         self._begun += 1
         parts = []
+        if not flags:  # a step without gradients, which is a clean one
+            flags = {0: [self._any([])]}
         for key, own in flags.items():
             flag = own[0] if len(own) == 1 else self._any(own)
             part = self._iteration.verdicts.get(key)
             if part is None:
                 # An optimizer or a subclass has recorded the flag by itself.
                 buffer = eager.flag_buffer(flag.reshape(()), self._scale)
-                part = Part(lambda: None, Verdict(buffer))
+                part = Part(lambda: None, Verdict(buffer, measured=False))
             elif len(own) > 1 or flag.data_ptr() != part.verdict.found.data_ptr():
                 part.verdict.found.copy_(flag.reshape(()))
             parts.append(part)
@@ -577,19 +625,29 @@ class DropIn(torch.amp.GradScaler):
         skipped = every[0].reshape(()) if len(every) == 1 else self._any(every)
         if skipped.device != self._scale.device:
             skipped = skipped.to(self._scale.device)
-        dropped = self._iteration.dropped
-        found = self._any([skipped, *dropped]) if dropped else skipped
-        loss = self._iteration.loss
+        found, loss = self._moving(skipped)
         rule = self._current_rule() if moves else _UNMOVED
         happened = Flags(found, skipped, loss)
         rule.advance(self._cells(), happened, lambda: self._signal(happened, parts))
         for part in parts:
-            part.verdict.publish()
+            part.verdict.publish(self._shelf)
         lost = None
         if loss is not None:
-            lost = Verdict(eager.flag_buffer(loss, self._scale))
-            lost.publish()
+            lost = Verdict(eager.flag_buffer(loss, self._scale), measured=False)
+            lost.publish(self._shelf)
         return StepReport(self._begun, tuple(parts), self._names, lost)
+
+    def _moving(self, skipped: Any) -> tuple[Any, Any]:
+        """Return what moves the scale: a gradient, or a loss, that was not finite."""
+        iteration = self._iteration
+        found = skipped
+        if iteration.dropped:
+            found = self._any([skipped, *iteration.dropped])
+        if not iteration.lost:
+            return found, iteration.loss
+        # The loss keeps the scale where it is, unless gradients overflowed as well.
+        overflowed = self._any(iteration.dropped)
+        return found, self._any(iteration.lost) * (1.0 - overflowed)
 
     def _signal(self, happened: Flags, parts: list[Part]) -> Signal:
         """Return what a policy is told, in full only where it may look at it."""
@@ -597,7 +655,7 @@ class DropIn(torch.amp.GradScaler):
         signal = Signal(
             finite=happened.found == 0, loss_finite=None if lost is None else lost == 0
         )
-        if self._rule.is_ours or not parts:
+        if self._rule.is_ours or not all(part.verdict.measured for part in parts):
             return signal
         device = self._scale.device
         buffer = parts[0].verdict.buffer

@@ -37,6 +37,10 @@ class Request(NamedTuple):
     """2 or infinity."""
     with_norm: bool = False
     """Measure the norm even if nothing is clipped to it."""
+    with_amax: bool = False
+    """Measure the largest magnitude of each tensor even if all of them are finite."""
+    in_optimizer: bool = False
+    """The optimizer divides by what comes out; it must be a float32 number."""
 
     @property
     def wants_norm(self) -> bool:
@@ -79,7 +83,7 @@ def combine(buffers: list[Any], device: Any, request: Request) -> Any:
     largest = headers.amax(0)  # NaN is above all
     parts = headers[:, NORM]
     if request.norm_type == math.inf:
-        norm = largest[NORM]
+        norm = largest[NORM].to(_wide(device))
     else:
         norm = parts.to(_wide(device)).square().sum().sqrt()
     norm = torch.where((parts == NOT_MEASURED).any(), NOT_MEASURED, norm)
@@ -103,19 +107,17 @@ def _measure_on_host(
     """Return a verdict on gradients that the host can look at."""
     times = float(inverse)
     write, norm, tops = request.write, NOT_MEASURED, None
-    if write and 0.0 < times <= 1.0 and not request.wants_norm:
-        # Unscaling makes no number larger: torch's look at what came is enough. What
-        # is infinite or NaN stays so, and is looked for only if there is any.
+    if 0.0 < times <= 1.0 and not (request.wants_norm or request.with_amax):
+        # Unscaling makes no number larger: a look at what came is enough. What is
+        # infinite or NaN stays so, and is searched for only if there is any.
+        done = times if write else 1.0
+        if not _quickly_finite(gradients, inverse, write=write):
+            tops = [top / done for top in _tops(gradients).tolist()]
         write = False
-        found = torch.zeros((), dtype=torch.float32)
-        for same in _by_dtype(gradients):
-            torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse)
-        if found:
-            tops = [top / times for top in _tops(gradients).tolist()]
     elif request.wants_norm and request.norm_type != math.inf:
         norm = _euclid(gradients)
         smallest = min(LIMITS[dtype] for dtype in {g.dtype for g in gradients})
-        if not (times > 0.0 and norm * times <= smallest):
+        if request.with_amax or not (times > 0.0 and norm * times <= smallest):
             tops = _tops(gradients).tolist()
     else:
         tops = _tops(gradients).tolist()
@@ -128,6 +130,29 @@ def _measure_on_host(
     if write:
         multiply_(gradients, inverse)
     return _on_host(float(scale), times, norm, tops, request)
+
+
+def _quickly_finite(gradients: list[Any], inverse: Any, *, write: bool) -> bool:
+    """Return whether gradients are finite; unscale them on the way if asked to.
+
+    torch's operation reads and writes. For many small tensors it is by far the
+    quickest even where nothing needs to be written: it multiplies them by 1.
+    """
+    found = torch.zeros((), dtype=torch.float32)
+    small = gradients
+    if not write:
+        inverse = torch.ones((), dtype=torch.float32)
+        small = [g for g in gradients if g.numel() < _LARGE and g.is_contiguous()]
+        large = [g for g in gradients if g.numel() >= _LARGE or not g.is_contiguous()]
+        if large and not torch.isfinite(_tops(large)).all():
+            return False
+    for same in _by_dtype(small):
+        torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse)
+    return not found
+
+
+_LARGE = 2**16
+"""From so many numbers on a read costs less than a read and a write."""
 
 
 def _shown(top: float, times: float, limit: float) -> float:
@@ -152,11 +177,13 @@ def _on_host(
         amax = NOT_MEASURED
     clip = 1.0
     if norm != NOT_MEASURED:
-        norm /= carried
+        norm = norm / carried if carried else math.inf
         clip = min(1.0, request.max_norm / (norm + EPSILON))  # NaN stays 1
     divisor = _as_float32(carried / clip) if clip else math.inf
     if request.max_norm < math.inf:
-        finite = finite and norm <= FLOAT32_MAX and divisor <= FLOAT32_MAX
+        finite = finite and norm <= FLOAT32_MAX
+    if request.in_optimizer:
+        finite = finite and divisor <= FLOAT32_MAX
     header = [float(not finite), float(nan), amax, norm]
     header += [divisor, clip * times, carried, clip]
     return torch.tensor(header + each, dtype=torch.float32)
@@ -205,7 +232,9 @@ def _on_device(
     if request.max_norm < math.inf:
         clip = request.max_norm / (norm + EPSILON)
         clip = torch.where(clip < 1.0, clip, 1.0)
-        finite = finite & (norm <= FLOAT32_MAX) & (scale / clip <= FLOAT32_MAX)
+        finite = finite & (norm <= FLOAT32_MAX)
+    if request.in_optimizer:
+        finite = finite & (scale / clip <= FLOAT32_MAX)
     found = torch.where(finite, 0.0, 1.0)
     header = [found, nan, _narrowed(amax), norm, scale / clip, clip * inverse]
     numbers = [number.to(torch.float32) for number in (*header, scale, clip)]
@@ -223,9 +252,9 @@ def _as_float32(number: float) -> float:
     return as_float32(number) if number <= FLOAT32_MAX else math.inf
 
 
-def _nan_on_top(number: float) -> float:
+def _nan_on_top(number: float) -> tuple[bool, float]:
     """Return what sorts a magnitude as torch's maximum does."""
-    return math.inf if math.isnan(number) else number
+    return math.isnan(number), number
 
 
 def _tops(gradients: list[Any]) -> Any:
@@ -254,9 +283,12 @@ def _norms(gradients: Iterable[Any]) -> Any:
 
 def _euclid(gradients: list[Any]) -> float:
     """Return the norm of all gradients, in float64 where float32 is not enough."""
-    quick = torch._foreach_norm([g for g in gradients if g.numel()], 2)
+    gradients = [gradient for gradient in gradients if gradient.numel()]
+    if not gradients:
+        return 0.0
+    quick = torch._foreach_norm(gradients, 2)
     narrow = any(g.dtype in (torch.float16, torch.bfloat16) for g in gradients)
-    if quick and not narrow:
+    if not narrow:
         total = sum(norm * norm for norm in torch.stack(quick).tolist())
         if _SMALL < total < math.inf:
             return math.sqrt(total)

@@ -16,9 +16,11 @@ from torch.amp.grad_scaler import OptState
 
 from lossscale.core import checks
 from lossscale.core.errors import SettingError
-from lossscale.core.policies import Policy
+from lossscale.core.policies import Fixed, Policy
+from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
 from lossscale.torch import accumulation, handover
+from lossscale.torch.compiling import uncompiled
 from lossscale.torch.drop_in import DropIn
 from lossscale.torch.eager import Request
 from lossscale.torch.gradients import inverse_of, parameters
@@ -59,6 +61,7 @@ class GradScaler(DropIn):
         enabled: bool = True,
         *,
         policy: Policy | None = None,
+        state: ScaleState | None = None,
         observer: Observer | None = None,
         names: Iterable[tuple[str, Any]] | Mapping[str, Any] | None = None,
         module: torch.nn.Module | None = None,
@@ -78,6 +81,7 @@ class GradScaler(DropIn):
             growth_interval: How many clean steps in a row make it grow.
             enabled: If not, every method does what it would without a scaler.
             policy: Any policy, in place of the four numbers above.
+            state: A state to go on from, such as one that `from_portable` returned.
             observer: Called with the `StepReport` of every step, in order, when its
                 numbers have arrived: on a GPU a step late, without a wait.
             names: The names of parameters, as `module.named_parameters()` gives them.
@@ -94,6 +98,7 @@ class GradScaler(DropIn):
         Raises:
             SettingError: If a setting is of no use, or if a policy comes together with
                 one of the numbers that it stands for.
+            StateError: If the state is not one that the policy can go on from.
         """
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
         if policy is not None:
@@ -113,13 +118,16 @@ class GradScaler(DropIn):
             checks.switch("allow_fp16", allow_fp16),
             checks.switch("measure_norm", measure_norm),
         )
+        if state is not None and self._enabled:
+            first = check_state(self.policy, state)
+            self._init_scale, self._init_growth_tracker, self._init_bad = first
 
     # -- what there is to know ---------------------------------------------------------
 
     @property
     def policy(self) -> Policy:
         """The policy that moves the scale."""
-        return self._current_rule().policy
+        return self._current_rule().policy if self._enabled else Fixed(1.0)
 
     @property
     def state(self) -> ScaleState:
@@ -128,6 +136,8 @@ class GradScaler(DropIn):
         Before the first `scale` they are Python numbers. Together with `policy` this is
         what `lossscale.to_portable` takes.
         """
+        if not self._enabled:
+            return ScaleState(1.0, 0, 0)
         if self._scale is None:
             return ScaleState(
                 self._init_scale, self._init_growth_tracker, self._init_bad
@@ -210,7 +220,11 @@ class GradScaler(DropIn):
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or an iterable of tensors, by the scale; as torch does."""
-        scaled = super().scale(outputs)
+        if self._enabled and self._scale is not None and type(outputs) is torch.Tensor:
+            # torch.compile refuses to look into torch's own method.
+            scaled = outputs * self._scale.to(outputs.device, non_blocking=True)
+        else:
+            scaled = super().scale(outputs)
         if self._enabled and self._current_rule().checks_loss:
             self._check_loss(outputs)
         return scaled
@@ -274,6 +288,7 @@ class GradScaler(DropIn):
 
     # -- gradients ---------------------------------------------------------------------
 
+    @uncompiled
     def clip_grad_norm_(
         self, optimizer: Any, max_norm: float, *, norm_type: float = 2.0
     ) -> torch.Tensor:
@@ -285,7 +300,8 @@ class GradScaler(DropIn):
 
         Args:
             optimizer: Whose gradients to clip; once a step, after all backward passes.
-            max_norm: What their norm shall not exceed, unscaled.
+            max_norm: What their norm shall not exceed, unscaled. Infinity measures the
+                norm and clips nothing.
             norm_type: 2, or infinity for the largest magnitude.
 
         Returns:
@@ -299,6 +315,12 @@ class GradScaler(DropIn):
         if self._enabled:
             self._check_scale_growth_tracker("clip_grad_norm_")
             state = self._unstepped(optimizer)
+            if id(optimizer) in self._iteration.clipped:
+                message = (
+                    "clip_grad_norm_() has already been called on this optimizer since "
+                    "the last update()."
+                )
+                raise RuntimeError(message)
             in_optimizer = handover.takes_scale(optimizer)
             in_optimizer = in_optimizer and not handover.takes_scaler(optimizer)
             if id(optimizer) in self._iteration.sums:
@@ -306,12 +328,18 @@ class GradScaler(DropIn):
             elif state["stage"] is OptState.READY and not self._overrides(
                 "_unscale_grads_"
             ):
-                known, gradients = self._gradients(optimizer)
+                gathered = known, gradients = self._gradients(optimizer)
                 if known is not None and not known.foreign:
                     state["found_inf_per_device"] = self._look(
                         optimizer,
-                        Request(max_norm=max_norm, norm_type=norm_type),
+                        Request(
+                            max_norm=max_norm,
+                            norm_type=norm_type,
+                            with_norm=True,
+                            in_optimizer=in_optimizer,
+                        ),
                         allow_fp16=self._allow_fp16 or in_optimizer,
+                        gathered=gathered,
                     )
                     verdict = self._iteration.verdicts[id(optimizer)].verdict
                     if in_optimizer:
@@ -321,6 +349,7 @@ class GradScaler(DropIn):
                     else:
                         known.multiply_(gradients, verdict.buffer)
                     state["stage"] = OptState.UNSCALED
+                    self._iteration.clipped.add(id(optimizer))
                     return verdict.buffer[NORM]
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
@@ -330,6 +359,7 @@ class GradScaler(DropIn):
             parameters(optimizer), max_norm, norm_type
         )
 
+    @uncompiled
     def accumulate(self, optimizer: Any) -> None:
         """Add a micro-batch's gradients up, in float32, unless one is not finite.
 
@@ -348,6 +378,7 @@ class GradScaler(DropIn):
         self._ready(optimizer)
         accumulation.add(self, optimizer)
 
+    @uncompiled
     def step_all(self, *optimizers: Any) -> list[Any]:
         """Step several optimizers, or none of them if any gradient is not finite.
 
@@ -388,7 +419,8 @@ def _check_policy(policy: Any, numbers: tuple[Any, ...]) -> None:
 
 def _check_clipping(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     """Return what to clip to and by which norm, or raise."""
-    max_norm = checks.number("max_norm", max_norm, "a positive number")
+    if max_norm != math.inf:  # which measures, and clips nothing
+        max_norm = checks.number("max_norm", max_norm, "a positive number")
     if max_norm <= 0.0:
         message = f"max_norm must be a positive number, got {max_norm!r}."
         raise SettingError(message)

@@ -85,7 +85,9 @@ class Sorted:
         known = inverse if scale is None else scale
         part = request
         if not self._whole:
-            part = request._replace(max_norm=math.inf, with_norm=request.wants_norm)
+            part = request._replace(
+                max_norm=math.inf, with_norm=request.wants_norm, with_amax=True
+            )
         buffers, order = [], []
         found: dict[Any, Any] = {}
         for group in self.groups:

@@ -8,8 +8,9 @@ in an older form of the agreement, with the scaler itself.
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,7 +22,18 @@ def takes_scale(optimizer: Any) -> bool:
 
 def takes_scaler(optimizer: Any) -> bool:
     """Whether it does so in the older form, which asks for the scaler."""
-    return "grad_scaler" in inspect.signature(optimizer.step).parameters
+    step = getattr(optimizer.step, "__func__", optimizer.step)
+    try:
+        return bool(_asks[step])
+    except (KeyError, TypeError):
+        asks = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        with suppress(TypeError):  # no function: nothing to remember it by
+            _asks[step] = asks
+        return asks
+
+
+_asks: Any = WeakKeyDictionary()
+"""What is known of the signatures of steps; to look at one takes longer than a step."""
 
 
 @contextmanager

@@ -18,11 +18,14 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from lossscale.core import presets
-from lossscale.core.checks import as_float32
+from lossscale.core.checks import FLOAT32_MAX, as_float32
 from lossscale.core.policies import Dynamic, Fixed, Policy, Settings, Switches
 from lossscale.core.rule import transition
 from lossscale.core.state import ScaleState, Signal
 from lossscale.torch import fast
+
+_LARGEST_BEFORE_ROUNDING = math.nextafter(FLOAT32_MAX + 2.0**103, 0.0)
+"""The largest float64 number that float32 does not round to infinity."""
 
 _NEVER = 2**31 - 2
 """An interval that no run lives to see."""
@@ -57,18 +60,21 @@ def torchs_policy(
 ) -> Dynamic:
     """Return the policy that torch's arguments stand for.
 
-    An interval below 1 or beyond int32 never comes round in torch; nor does it here.
+    An interval below 1 or beyond int32 never comes round in torch; nor does it here. A
+    factor of 1, which torch's setters and states may hold, moves nothing.
     """
+    still = growth_factor == 1.0, backoff_factor == 1.0
     whole = isinstance(growth_interval, int) and not isinstance(growth_interval, bool)
-    if whole and not 0 < growth_interval < _NEVER:
+    if still[0] or (whole and not 0 < growth_interval < _NEVER):
         growth_interval = _NEVER
     base = presets.get("torch")
     return replace(
         base,
         init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
+        growth_factor=2.0 if still[0] else growth_factor,
+        backoff_factor=0.5 if still[1] else backoff_factor,
         growth_interval=growth_interval,
+        hysteresis=_NEVER if still[1] else 1,
     )
 
 
@@ -95,6 +101,7 @@ class Rule:
         self.is_ours = type(policy) in (Fixed, Dynamic)
         self.checks_loss = bool(getattr(policy, "hold_on_nonfinite_loss", False))
         self._numbers: dict[Any, Any] = {}
+        self._repeated: Any = None
 
     def prepare(self, device: Any) -> None:
         """Have on a device what a step will need, before a graph is captured there."""
@@ -129,6 +136,8 @@ class Rule:
         return policy.settings._replace(
             growth_factor=policy.growth_factor,
             backoff=cast("float", policy.backoff_factor),
+            # What comes before rounding may be a little above what comes after it.
+            max_scale=_LARGEST_BEFORE_ROUNDING,
         )
 
     def _moved(self, state: ScaleState, signal: Signal, where: Any) -> ScaleState:
@@ -145,6 +154,7 @@ class Rule:
 
     def _by_kernel(self, cells: Cells, flags: Flags) -> None:
         from lossscale.torch.kernels import decisions  # noqa: PLC0415
+        from lossscale.torch.kernels.launch import Repeated, on  # noqa: PLC0415
 
         device = cells.scale.device
         moves = isinstance(self.policy, Dynamic)
@@ -155,20 +165,25 @@ class Rule:
         if isinstance(self.policy, Dynamic):
             switches = self.policy.switches
         check_loss = self.checks_loss and flags.loss is not None
-        decisions.update[(1,)](
-            *cells,
-            flags.found,
-            flags.skipped,
-            flags.loss if check_loss else flags.found,
-            self._numbers[device] if moves else cells.scale,
-            settings.growth_threshold,
-            settings.good_after_growth,
-            settings.hysteresis,
-            wide=self._wide,
-            check_loss=check_loss,
-            moves=moves,
-            **switches._asdict(),
-        )
+        numbers = self._numbers[device] if moves else cells.scale
+        if self._repeated is None:
+            self._repeated = Repeated()
+        with on(device):
+            self._repeated.launch(
+                decisions.update,
+                1,
+                (
+                    *cells,
+                    flags.found,
+                    flags.skipped,
+                    flags.loss if check_loss else flags.found,
+                    numbers,
+                    settings.growth_threshold,
+                    settings.good_after_growth,
+                    settings.hysteresis,
+                ),
+                (self._wide, check_loss, moves, *switches),
+            )
 
     def _by_host(self, cells: Cells, flags: Flags) -> None:
         state = ScaleState(cells.scale.item(), cells.good.item(), cells.bad.item())

@@ -56,7 +56,7 @@ class StepReport:
         """Keep what a step saw.
 
         Args:
-            index: Which step it is, from 1.
+            index: Which step of this scaler it is, from 1; a resumed one starts anew.
             parts: The verdicts of its optimizers.
             names: Gives a parameter's name, or `None`.
             loss: Whether the loss was finite, a verdict likewise; `None` if not asked.
@@ -105,7 +105,10 @@ class StepReport:
 
     @property
     def amax(self) -> float | None:
-        """The largest finite magnitude, still scaled; `None` where not measured."""
+        """The largest magnitude of the tensors that are finite, still scaled.
+
+        `None` where nothing measured it.
+        """
         return max((s.amax for s in self._seen() if s.amax is not None), default=None)
 
     @property
@@ -127,9 +130,9 @@ class StepReport:
     def broken(self) -> tuple[tuple[str, Reason], ...]:
         """The names of the tensors that were not finite, each with "inf" or "nan"."""
         found: list[tuple[str, Reason]] = []
-        for part, seen in zip(self.parts, self._seen(), strict=True):
+        for part in self.parts:
             optimizer = part.optimizer()
-            for place, top in seen.broken:
+            for place, top in part.verdict.broken():
                 name = name_of(optimizer, place, self._names)
                 found.append((name, "nan" if math.isnan(top) else "inf"))
         return tuple(found)
@@ -137,7 +140,9 @@ class StepReport:
     def applied_by(self, optimizer: Any) -> bool | None:
         """Whether one optimizer took its step; `None` if it had no part in this one."""
         for part, seen in zip(self.parts, self._seen(), strict=True):
-            if part.optimizer() is optimizer:
+            stepped = part.optimizer()
+            # Some packages step a wrapper, and hand the wrapped one to the scheduler.
+            if optimizer in (stepped, getattr(stepped, "optimizer", stepped)):
                 return seen.finite
         return None
 
@@ -181,8 +186,8 @@ class History:
         self._in_a_row = 0
 
     def emptied(self) -> "History":
-        """Return one of the same settings that knows of nothing."""
-        return History(self._observer, self._limit, self._on_collapse)
+        """Return one of the same settings that knows of nothing, and tells nobody."""
+        return History(None, self._limit, self._on_collapse)
 
     def add(self, report: StepReport) -> None:
         """Take a report; those that have arrived are handed on."""

@@ -18,7 +18,7 @@ FOUND = 0
 NAN = 1
 """1 if a gradient is NaN."""
 AMAX = 2
-"""The largest finite magnitude, still scaled."""
+"""The largest magnitude of the tensors that are finite, still scaled."""
 NORM = 3
 """The norm, unscaled."""
 DIVISOR = 4
@@ -44,51 +44,51 @@ class Seen(NamedTuple):
     norm: float | None
     scale: float
     clip: float
-    broken: tuple[tuple[int, float], ...]
-    """The tensors that are not finite: their places among all, and inf or NaN."""
 
 
 class Verdict:
     """A verdict on the gradients of one optimizer; see the module."""
 
-    def __init__(self, buffer: Any, places: Any = None) -> None:
+    def __init__(
+        self, buffer: Any, places: list[int] | None = None, *, measured: bool = True
+    ) -> None:
         """Keep a verdict.
 
         Args:
             buffer: The layout above.
             places: Which of the optimizer's parameters the tensors belong to; `None`
                 if to each of them.
+            measured: Whether anybody looked for more than the flag.
         """
         self.buffer = buffer
         # A tensor of its own: torch and its users keep it, add to it and reduce it.
         self.found = buffer[FOUND]
         self._places = places
+        self.measured = measured
         self._copy: Any = None
         self._event: Any = None
-
-    def number(self, index: int) -> Any:
-        """Return one of the eight numbers, as a tensor of no dimension."""
-        return self.buffer[index]
 
     def add(self, tops: Any, scale: Any, found: Any) -> None:
         """Take in what the micro-batches were that this is the sum of.
 
         Args:
-            tops: The largest magnitude of each tensor over all of them, or `None`.
+            tops: The largest magnitude of each parameter over all of them.
             scale: The scale that they carried.
             found: 1.0 if none of them could be used.
         """
         self.buffer[SCALE] = scale
         self.buffer[FOUND] = torch.maximum(self.buffer[FOUND], found)
-        if tops is not None and tops.shape == self.buffer[HEADER:].shape:
-            self.buffer[HEADER:] = torch.maximum(self.buffer[HEADER:], tops)
+        own = tops if self._places is None else tops[self._places]
+        own = own.to(self.buffer.device)
+        self.buffer[NAN] = torch.maximum(self.buffer[NAN], own.isnan().any().float())
+        self.buffer[HEADER:] = torch.maximum(self.buffer[HEADER:], own)
 
     @property
     def stays(self) -> bool:
         """Whether what is read will not change; a CUDA graph writes its own anew."""
         return self._event is not None or self.buffer.device.type != "cuda"
 
-    def publish(self) -> None:
+    def publish(self, shelf: "Shelf") -> None:
         """Start a copy to the host, which nobody waits for.
 
         In a CUDA graph there is no later; the buffer itself is read when asked.
@@ -97,9 +97,7 @@ class Verdict:
             return
         if torch.cuda.is_current_stream_capturing():
             return
-        self._copy = torch.empty(
-            self.buffer.shape, dtype=torch.float32, device="cpu", pin_memory=True
-        )
+        self._copy = shelf.room(self.buffer.shape[0])
         self._copy.copy_(self.buffer, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record()
@@ -107,21 +105,14 @@ class Verdict:
     def arrived(self) -> bool:
         """Whether `seen` would not wait, as far as that is known."""
         if self._event is not None:
-            return bool(self._event.query())
+            # While a graph is captured CUDA lets nobody ask.
+            capturing = torch.cuda.is_current_stream_capturing()
+            return not capturing and bool(self._event.query())
         return self.stays
 
     def seen(self) -> Seen:
         """Return the numbers; waits for the device if they have not arrived."""
-        source = self.buffer
-        if self._event is not None:
-            self._event.synchronize()
-            source = self._copy
-        numbers = source.tolist()
-        broken = tuple(
-            (place if self._places is None else self._places[place], top)
-            for place, top in enumerate(numbers[HEADER:])
-            if not math.isfinite(top)
-        )
+        numbers = self._arrived()[:HEADER].tolist()
         return Seen(
             finite=numbers[FOUND] == 0.0,
             nan=numbers[NAN] != 0.0,
@@ -129,8 +120,46 @@ class Verdict:
             norm=_measured(numbers[NORM]),
             scale=numbers[SCALE],
             clip=numbers[CLIP],
-            broken=broken,
         )
+
+    def broken(self) -> list[tuple[int, float]]:
+        """Return which parameters' gradients are not finite, each with inf or NaN."""
+        tops = self._arrived()[HEADER:].tolist()
+        return [
+            (place if self._places is None else self._places[place], top)
+            for place, top in enumerate(tops)
+            if not math.isfinite(top)
+        ]
+
+    def _arrived(self) -> Any:
+        """Return the buffer or its copy, which is waited for."""
+        if self._event is None:
+            return self.buffer
+        self._event.synchronize()
+        return self._copy
+
+
+class Shelf:
+    """Host memory that a device can write to while the host goes on.
+
+    To allocate such memory takes longer than to copy into it, so there is some in store
+    for the next steps. What was given out stays with who has it.
+    """
+
+    def __init__(self) -> None:
+        self._store: dict[int, list[Any]] = {}
+
+    def room(self, length: int) -> Any:
+        """Return room for so many float32 numbers, given out once."""
+        store = self._store.get(length)
+        if not store:
+            block = torch.empty((_STORED, length), dtype=torch.float32, pin_memory=True)
+            store = self._store[length] = list(block.unbind())
+        return store.pop()
+
+
+_STORED = 32
+"""For how many steps there is room in store."""
 
 
 def _measured(number: float) -> float | None:

@@ -49,6 +49,7 @@ def decide(
     max_norm,
     euclid: tl.constexpr,
     clips: tl.constexpr,
+    in_optimizer: tl.constexpr,
     inverted: tl.constexpr,
 ):
     """Reduce the chunks of one tensor; the last program to do so decides.
@@ -67,6 +68,7 @@ def decide(
         max_norm: What to clip to; infinite for no clipping.
         euclid: Whether the norm is Euclid's; otherwise it is the largest magnitude.
         clips: Whether `max_norm` is to be looked at.
+        in_optimizer: Whether the optimizer divides by what comes out.
         inverted: Whether `scale_pointer` holds the inverse.
     """
     tensor = tl.program_id(0)
@@ -129,7 +131,9 @@ def decide(
         factor = (clip * inverse).to(tl.float32)
         if clips:
             # A norm beyond float32 would clip everything to zero, or to NaN.
-            finite = finite & (norm <= _FLOAT32_MAX) & (divisor <= _FLOAT32_MAX)
+            finite = finite & (norm <= _FLOAT32_MAX)
+        if in_optimizer:
+            finite = finite & (divisor <= _FLOAT32_MAX)
         tl.store(verdict, tl.where(finite, 0.0, 1.0))
         tl.store(verdict + 1, tl.where(top == top, 0.0, 1.0))  # noqa: PLR0124
         tl.store(verdict + 2, tl.minimum(amax, _FLOAT32_MAX).to(tl.float32))

@@ -116,6 +116,7 @@ def _read_chunk(
                 at = loop * block + lane
                 x = tl.load(place + at, mask=at < left, other=0.0).to(tl.float64)
                 if write:
+                    # As they were, but for rounding: nobody clips by this norm.
                     x = x / inverse.to(tl.float64)
                 exact += x * x
             total = tl.sum(exact)

@@ -8,6 +8,7 @@ pass may allocate them anew.
 
 import math
 from array import array
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -33,11 +34,52 @@ LOOPS = 8
 """How many times it does that."""
 WARPS = 4
 
+_at_once = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+"""torch's comparison of many addresses, in C++; only there if torch has CUDA."""
 
-class Tables:
+
+class Repeated:
+    """Kernels that are launched on the same tensors again and again.
+
+    To find out which compiled kernel fits costs Triton more than to launch it. It looks
+    at the alignment of tensors and at whole numbers. Here these are the same as ever;
+    what is new is newly allocated, which is aligned, or is read one number at a time,
+    where alignment does not matter.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: dict[Any, Any] = {}
+
+    def launch(
+        self,
+        kernel: Any,
+        programs: int,
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+    ) -> None:
+        """Launch a kernel.
+
+        Args:
+            kernel: What Triton compiles.
+            programs: How many of them.
+            arguments: Tensors and numbers, in the kernel's order.
+            constants: What comes after them.
+        """
+        key = (id(kernel), constants)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[programs, 1, 1](*arguments, *constants)
+            return
+        compiled = kernel[(programs,)](*arguments, *constants, num_warps=WARPS)
+        if compiled is not None:  # the interpreter compiles nothing
+            self._compiled[key] = compiled
+
+
+class Tables(Repeated):
     """What the kernels know of one list of tensors while its layout stays."""
 
     def __init__(self, gradients: list[Any]) -> None:
+        super().__init__()
         counts = [gradient.numel() for gradient in gradients]
         dtypes = [gradient.dtype for gradient in gradients]
         device = gradients[0].device
@@ -86,11 +128,25 @@ class Tables:
         )
         self.finished = torch.zeros(1, dtype=torch.int32, device=device)
         self._addresses: list[int] = []
+        self._every = list(range(self.tensors))
         self.pointers = torch.empty(self.tensors, dtype=torch.int64, device=device)
         self.aligned = False
 
+    @property
+    def chunked(self) -> tuple[Any, ...]:
+        """What every kernel over the gradients takes after the pointers."""
+        return self.sizes, self.kinds, self.chunk_tensors, self.chunk_numbers
+
+    @property
+    def room(self) -> tuple[Any, ...]:
+        """Where sums and tops go, of chunks and of tensors."""
+        return self.sums, self.tops, self.tensor_sums, self.tensor_tops
+
     def point(self, gradients: list[Any]) -> None:
         """Write down where the gradients are now."""
+        known = self._addresses
+        if known and _at_once is not None and _at_once(gradients, known, self._every):
+            return
         addresses = list(map(torch.Tensor.data_ptr, gradients))
         if addresses == self._addresses:
             return
@@ -136,61 +192,55 @@ class Launcher:
         buffer = torch.empty(
             HEADER + tables.tensors, dtype=torch.float32, device=tables.device
         )
-        if tables.chunks:
-            over_gradients.read[(tables.chunks,)](
-                tables.pointers,
-                tables.sizes,
-                tables.kinds,
-                tables.chunk_tensors,
-                tables.chunk_numbers,
-                scale,
-                tables.sums,
-                tables.tops,
-                dtype=tables.dtype,
-                mixed=tables.mixed,
-                inverted=inverted,
-                write=request.write,
-                aligned=tables.aligned,
-                block=BLOCK,
-                loops=LOOPS,
-                num_warps=WARPS,
+        with on(tables.device):
+            if tables.chunks:
+                tables.launch(
+                    over_gradients.read,
+                    tables.chunks,
+                    (tables.pointers, *tables.chunked, scale, tables.sums, tables.tops),
+                    (
+                        tables.dtype,
+                        tables.mixed,
+                        inverted,
+                        request.write,
+                        tables.aligned,
+                        BLOCK,
+                        LOOPS,
+                    ),
+                )
+            tables.launch(
+                decisions.decide,
+                tables.tensors,
+                (
+                    tables.starts,
+                    tables.limits,
+                    *tables.room,
+                    scale,
+                    buffer,
+                    tables.finished,
+                    tables.tensors,
+                    float(request.max_norm),
+                ),
+                (
+                    request.norm_type != math.inf,
+                    request.max_norm < math.inf,
+                    request.in_optimizer,
+                    inverted,
+                ),
             )
-        decisions.decide[(tables.tensors,)](
-            tables.starts,
-            tables.limits,
-            tables.sums,
-            tables.tops,
-            tables.tensor_sums,
-            tables.tensor_tops,
-            scale,
-            buffer,
-            tables.finished,
-            tables.tensors,
-            float(request.max_norm),
-            euclid=request.norm_type != math.inf,
-            clips=request.max_norm < math.inf,
-            inverted=inverted,
-        )
         return buffer
 
     def multiply_(self, gradients: list[Any], factor: Any) -> None:
         """Multiply the gradients by one float32 number of their device, in place."""
         tables = self._pointed(gradients)
         if tables.chunks:
-            over_gradients.multiply[(tables.chunks,)](
-                tables.pointers,
-                tables.sizes,
-                tables.kinds,
-                tables.chunk_tensors,
-                tables.chunk_numbers,
-                factor,
-                dtype=tables.dtype,
-                mixed=tables.mixed,
-                aligned=tables.aligned,
-                block=BLOCK,
-                loops=LOOPS,
-                num_warps=WARPS,
-            )
+            with on(tables.device):
+                tables.launch(
+                    over_gradients.multiply,
+                    tables.chunks,
+                    (tables.pointers, *tables.chunked, factor),
+                    (tables.dtype, tables.mixed, tables.aligned, BLOCK, LOOPS),
+                )
 
     def _pointed(self, gradients: list[Any]) -> Tables:
         """Return the tables, with the places where the gradients are now."""
@@ -205,3 +255,10 @@ class Launcher:
                 self._tables = tables
         tables.point(gradients)
         return tables
+
+
+def on(device: Any) -> Any:
+    """Return a context in which Triton launches on a device: it takes the current."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

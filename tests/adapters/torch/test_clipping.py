@@ -1,0 +1,307 @@
+"""Clipping in one read, beside unscaling and clipping by torch."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from helpers.torch_steps import (  # noqa: E402
+    BAD,
+    FUSED,
+    outcome,
+    parameter,
+    started,
+    tensors_of,
+    ulps,
+)
+
+import lossscale.torch as ls  # noqa: E402
+from lossscale.core.errors import SettingError, SettingTypeError  # noqa: E402
+
+SIZES = (1, 7, 64, 1000)
+
+
+def problem(name, fused, size, dtype=torch.float32):
+    """Return weights with gradients of a size, still scaled by 2**10."""
+    torch.manual_seed(1)
+    weights = [torch.nn.Parameter(torch.randn(n, dtype=dtype)) for n in SIZES]
+    for weight in weights:
+        weight.grad = (torch.randn_like(weight) * size * 2.0**10).to(dtype)
+    return weights, FUSED[name](weights, fused=fused)
+
+
+def torchs_way(weights, optimizer, max_norm, norm_type):
+    """Unscale, clip and step by torch; return the norm and the gradients clipped."""
+    scaler = started(torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(weights, max_norm, norm_type)
+    clipped = [weight.grad.clone() for weight in weights]
+    scaler.step(optimizer)
+    scaler.update()
+    return norm, clipped
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", FUSED)
+def test_it_does_what_unscaling_and_clipping_do(name, fused, norm_type):
+    for size, max_norm in ((1.0, 0.1), (1.0, 1e6), (1e-12, 1e-11), (1e25, 1.0)):
+        oracle, plain = problem(name, fused, size)
+        expected, clipped = torchs_way(oracle, plain, max_norm, norm_type)
+        weights, optimizer = problem(name, fused, size)
+        before = tensors_of([weight.grad for weight in weights])
+        scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+        norm = scaler.clip_grad_norm_(optimizer, max_norm, norm_type=norm_type)
+        written = tensors_of([weight.grad for weight in weights])
+        assert fused == (before == written)
+        if math.isfinite(expected):
+            torch.testing.assert_close(expected, norm, rtol=1e-6, atol=0)
+        if not fused and math.isfinite(expected):
+            for one, weight in zip(clipped, weights, strict=True):
+                torch.testing.assert_close(one, weight.grad, rtol=2e-6, atol=0)
+        scaler.step(optimizer)
+        scaler.update()
+        if not math.isfinite(expected):
+            continue  # torch's norm of such numbers is infinite, and it clips to 0
+        assert scaler.last_step.applied
+        for one, weight in zip(oracle, weights, strict=True):
+            torch.testing.assert_close(one, weight, rtol=2e-6, atol=2e-6)
+
+
+def test_the_norm_of_huge_gradients_is_no_false_alarm():
+    """Their squares are beyond float32, and torch's norm of them is infinite."""
+    weights, optimizer = problem("SGD", False, 1e25)
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    before = [weight.detach().clone() for weight in weights]
+    grads = [weight.grad.double() / 2.0**10 for weight in weights]
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    expected = torch.cat(grads).norm()
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    scaler.step(optimizer)
+    for old, weight, gradient in zip(before, weights, grads, strict=True):
+        wanted = old.double() - 0.5 * gradient / expected
+        torch.testing.assert_close(
+            wanted.float(), weight.detach(), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_without_clipping_it_is_unscaling_to_the_bit():
+    weights, optimizer = problem("SGD", False, 1.0)
+    others, other = problem("SGD", False, 1.0)
+    started(torch.amp.GradScaler("cpu", init_scale=2.0**10)).unscale_(other)
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler.clip_grad_norm_(optimizer, 1e9)
+    for expected, found in zip(others, weights, strict=True):
+        assert ulps(expected.grad, found.grad) == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("bad", BAD)
+def test_what_is_not_finite_is_found_by_the_same_read(bad, norm_type, fused):
+    weights, optimizer = problem("Adam", fused, 1.0)
+    weights[2].grad[5] = bad
+    before = tensors_of(weights)
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, norm_type=norm_type)
+    assert not norm.isfinite()
+    scaler.step(optimizer)
+    scaler.update()
+    assert before == tensors_of(weights)
+    reason = "nan" if math.isnan(bad) else "inf"
+    assert (False, reason, 2.0**9) == (
+        scaler.last_step.applied,
+        scaler.last_step.reason,
+        scaler.get_scale(),
+    )
+    assert len(scaler.last_step.culprits) == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_clipped(dtype, fused):
+    tolerance = {torch.float64: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    oracle, plain = problem("SGD", fused, 1.0, dtype)
+    expected, _ = torchs_way(oracle, plain, 0.5, 2.0)
+    weights, optimizer = problem("SGD", fused, 1.0, dtype)
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    norm = scaler.clip_grad_norm_(optimizer, 0.5)
+    scaler.step(optimizer)
+    assert norm.item() == pytest.approx(expected.item(), rel=tolerance)
+    for one, weight in zip(oracle, weights, strict=True):
+        torch.testing.assert_close(one, weight, rtol=tolerance, atol=tolerance)
+
+
+def test_mixed_empty_sparse_and_complex_gradients_are_one_norm():
+    weights = [
+        parameter([1.0]),
+        parameter([[1.0, 1.0]], torch.float64),
+        parameter([]),
+        parameter([1.0 + 1.0j], torch.complex64),
+        parameter([1.0, 1.0]),
+    ]
+    gradients = [
+        torch.tensor([2.0]),
+        torch.tensor([[4.0, 0.0]], dtype=torch.float64),
+        torch.tensor([]),
+        torch.tensor([3.0 - 4.0j], dtype=torch.complex64),
+        torch.sparse_coo_tensor([[1, 1]], [1.0, 1.0], (2,), check_invariants=True),
+    ]
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient * 8.0
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    # 4 + 16 + 25 + 4 = 49
+    assert scaler.clip_grad_norm_(optimizer, 3.5).item() == pytest.approx(7.0, rel=1e-6)
+    scaler.step(optimizer)
+    scaler.update()
+    found = [weight.tolist() for weight in weights]
+    expected = [[0.0], [[-1.0, 1.0]], [], [-0.5 + 3.0j], [1.0, 0.0]]
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
+
+
+# The order of calls
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_it_takes_the_place_of_unscaling(fused):
+    weights, optimizer = problem("SGD", fused, 1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    text = "unscale_() has already been called on this optimizer since the last "
+    assert outcome(lambda: scaler.unscale_(optimizer)) == (
+        RuntimeError,
+        text + "update().",
+    )
+    scaler.step(optimizer)
+    text = "step() has already been called since the last update()."
+    found = outcome(lambda: scaler.clip_grad_norm_(optimizer, 1.0))
+    assert (RuntimeError, text) == found
+    scaler.update()
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+def test_it_needs_a_scale():
+    _, optimizer = problem("SGD", False, 1.0)
+    with pytest.raises(
+        AssertionError, match=r"^Attempted clip_grad_norm_ but _scale is"
+    ):
+        ls.GradScaler("cpu").clip_grad_norm_(optimizer, 1.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_after_unscaling_it_clips_what_is_there(fused):
+    oracle, plain = problem("SGD", fused, 1.0)
+    expected, _ = torchs_way(oracle, plain, 0.5, 2.0)
+    weights, optimizer = problem("SGD", fused, 1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler.unscale_(optimizer)
+    assert expected == scaler.clip_grad_norm_(optimizer, 0.5)
+    scaler.step(optimizer)
+    assert tensors_of(oracle) == tensors_of(weights)
+
+
+@pytest.mark.parametrize(
+    "fused",
+    [
+        False,
+        True,
+    ],
+)
+def test_a_second_time_is_an_error_and_changes_nothing(fused):
+    weight = parameter([1.0, 1.0])
+    weight.grad = torch.tensor([3.0, 4.0]) * 8.0
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler.clip_grad_norm_(optimizer, 2.5)
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) has already"):
+        scaler.clip_grad_norm_(optimizer, 0.5)
+    scaler.step(optimizer)
+    assert weight.tolist() == pytest.approx([-0.5, -1.0], rel=1e-5)
+
+
+def test_gradients_without_a_norm_are_zero_and_stay():
+    weight = parameter([1.0, 1.0])
+    weight.grad = torch.zeros(2)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = started(ls.GradScaler("cpu"))
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0
+    assert [0.0, 0.0] == weight.grad.tolist()
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
+def test_a_norm_that_is_not_positive_is_refused(max_norm):
+    _, optimizer = problem("SGD", False, 1.0)
+    with pytest.raises(SettingError, match="max_norm must be a positive number"):
+        started(ls.GradScaler("cpu")).clip_grad_norm_(optimizer, max_norm)
+
+
+def test_settings_of_no_use_are_refused():
+    _, optimizer = problem("SGD", False, 1.0)
+    scaler = started(ls.GradScaler("cpu"))
+    with pytest.raises(SettingTypeError, match="max_norm"):
+        scaler.clip_grad_norm_(optimizer, "1")
+    with pytest.raises(SettingError, match=r"norm_type must be 2 or infinity, got 1\."):
+        scaler.clip_grad_norm_(optimizer, 1.0, norm_type=1)
+
+
+def test_an_infinite_limit_measures_and_clips_nothing():
+    """The usual way to have the norm logged: torch takes it."""
+    weights, optimizer = problem("SGD", False, 1.0)
+    expected = torch.cat([weight.grad for weight in weights]).norm() / 2.0**10
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    norm = scaler.clip_grad_norm_(optimizer, math.inf)
+    torch.testing.assert_close(expected, norm, rtol=1e-6, atol=0)
+
+
+def a_divisor_beyond_float32(fused):
+    """Clip so hard, at so large a scale, that their quotient is beyond float32."""
+    weight = parameter([1.0, 1.0])
+    weight.grad = torch.tensor([3.0, 4.0]) * 2.0**120
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**120))
+    scaler.clip_grad_norm_(optimizer, 5e-3)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler, weight
+
+
+def test_a_large_scale_and_a_hard_clip_are_no_overflow():
+    scaler, weight = a_divisor_beyond_float32(fused=False)
+    assert scaler.last_step.applied
+    assert weight.tolist() == pytest.approx([0.997, 0.996], abs=1e-6)
+
+
+def test_a_divisor_that_no_float32_can_hold_is_not_handed_over():
+    scaler, weight = a_divisor_beyond_float32(fused=True)
+    assert scaler.last_step.skipped
+    assert [1.0, 1.0] == weight.tolist()
+
+
+# The report
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_report_has_the_norm_and_the_factor(fused):
+    weight = parameter([1.0, 1.0])
+    weight.grad = torch.tensor([3.0, 4.0]) * 8.0
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler.clip_grad_norm_(optimizer, 2.5)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.norm == pytest.approx(5.0, rel=1e-7)
+    assert scaler.last_step.clip == pytest.approx(0.5, rel=1e-6)
+
+
+def test_disabled_it_is_torchs_clipping():
+    weight = parameter([1.0, 1.0])
+    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = ls.GradScaler("cpu", enabled=False)
+    assert scaler.clip_grad_norm_(optimizer, 1.0) == 5.0
+    assert weight.grad.tolist() == pytest.approx([0.6, 0.8])

@@ -1,0 +1,152 @@
+"""Optimizers that ask for the loss themselves: LBFGS, SAM and their kind."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from helpers.torch_steps import (  # noqa: E402
+    parameter,
+    picture,
+    started,
+)
+
+import lossscale.torch as ls  # noqa: E402
+
+
+class Sam(torch.optim.Optimizer):
+    """Climbs along the gradient, asks again, comes back and steps from there."""
+
+    def __init__(self, params, lr=0.01, rho=0.01):
+        super().__init__(params, {"lr": lr, "rho": rho})
+
+    @torch.no_grad()
+    def step(self, closure):
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["old"] = weight.clone()
+                self.state[weight]["steps"] = self.state[weight].get("steps", 0) + 1
+                weight.add_(weight.grad, alpha=group["rho"])
+        closure()
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.copy_(self.state[weight]["old"])
+                weight.sub_(weight.grad, alpha=group["lr"])
+        return loss
+
+
+CLOSED = {
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=5),
+    "line search": lambda params: torch.optim.LBFGS(
+        params, lr=0.5, max_iter=5, line_search_fn="strong_wolfe"
+    ),
+    "SAM": Sam,
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "fused Adam": lambda params: torch.optim.Adam(params, lr=0.1, fused=True),
+}
+
+
+def closed(name, scaler=None, bad_call=None, as_keyword=True):
+    """Take three steps with a closure; return the optimizer and the losses."""
+    weight = parameter([1.5, -0.5])
+    optimizer = CLOSED[name]([weight])
+    calls = [0]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = ((weight - torch.tensor([0.25, 2.0])) ** 4).sum()
+        calls[0] += 1
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if calls[0] == bad_call:
+            weight.grad[1] = math.inf
+        return loss
+
+    losses = []
+    for _ in range(3):
+        if scaler is None:
+            losses.append(optimizer.step(closure))
+        else:
+            result = (
+                scaler.step(optimizer, closure=closure)
+                if as_keyword
+                else scaler.step(optimizer, closure)
+            )
+            losses.append(result)
+            scaler.update()
+    return optimizer, losses
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+@pytest.mark.parametrize("name", CLOSED)
+def test_closures_take_the_steps_of_no_scaling_to_the_bit(name, as_keyword):
+    expected, torchs = closed(name)
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    found, ours = closed(name, scaler, as_keyword=as_keyword)
+    assert picture(expected) == picture(found)
+    assert [loss.item() for loss in torchs] == [loss.item() for loss in ours]
+    assert (3, 0) == (scaler.steps, scaler.skipped)
+
+
+@pytest.mark.parametrize("name", CLOSED)
+@pytest.mark.parametrize("bad_call", [1, 2])
+def test_an_overflow_in_any_evaluation_restores_weights_and_state(name, bad_call):
+    if name in ("SGD", "fused Adam"):
+        bad_call = 2  # they ask once a step: it is the second step
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    optimizer, losses = closed(name, scaler, bad_call)
+    skipped = [loss is None for loss in losses]
+    first = name not in ("SGD", "fused Adam")
+    assert [first, not first, False] == skipped
+    assert (2.0**9, 1) == (scaler.get_scale(), scaler.skipped)
+    # The other two steps are those that two steps without a scaler take.
+    oracle = CLOSED[name]([parameter([1.5, -0.5])])
+    weight = oracle.param_groups[0]["params"][0]
+
+    def closure():
+        oracle.zero_grad()
+        loss = ((weight - torch.tensor([0.25, 2.0])) ** 4).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        oracle.step(closure)
+    assert picture(oracle) == picture(optimizer)
+
+
+def test_a_closure_may_be_the_first_to_scale():
+    """As every loop with LBFGS is written: nothing calls `scale` before the step."""
+    found, _ = closed("LBFGS", ls.GradScaler("cpu", init_scale=2.0**10))
+    expected, _ = closed("LBFGS")
+    assert picture(expected) == picture(found)
+
+
+def test_a_closure_that_unscales_itself_is_not_unscaled_twice():
+    """To clip, say; the second call could also be refused, but not be wrong."""
+    weight = parameter([1.0])
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+
+    def closure():
+        scaler.scale((weight * 0.5).sum()).backward()
+        scaler.clip_grad_norm_(optimizer, 100.0)
+
+    try:
+        scaler.step(optimizer, closure=closure)
+    except RuntimeError:
+        assert weight.item() == 1.0
+    else:
+        assert weight.item() == 0.5
+
+
+def test_a_first_gradient_that_was_unscaled_and_is_bad_ends_the_step():
+    weight = parameter([1.0])
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    weight.grad = torch.tensor([math.nan])
+    scaler.unscale_(optimizer)
+    assert scaler.step(optimizer, closure=lambda: pytest.fail("asked")) is None
+    scaler.update()
+    assert (1.0, 4.0) == (weight.item(), scaler.get_scale())

@@ -1,0 +1,133 @@
+"""Verdicts by torch's own operations: the cases of the kernels, against NumPy."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+if torch.get_default_device().type != "cpu":
+    pytest.skip("torch's default device is not the CPU", allow_module_level=True)
+
+from kernels import gpu_cases  # noqa: E402
+
+from lossscale.torch import eager  # noqa: E402
+from lossscale.torch.eager import Request  # noqa: E402
+from lossscale.torch.gradients import inverse_of  # noqa: E402
+from lossscale.torch.verdict import (  # noqa: E402
+    AMAX,
+    FOUND,
+    HEADER,
+    NORM,
+    NOT_MEASURED,
+)
+
+CASES = gpu_cases.cases("cpu", chunk=128, many=300)
+MEASURES = {"host": eager._measure_on_host, "device": eager._measure_on_device}
+
+
+class Eager:
+    """Torch's operations, in the place of the kernels."""
+
+    def __init__(self, measure):
+        self._measure = measure
+
+    def measure(self, gradients, scale, request, *, inverted):
+        inverse = scale if inverted else inverse_of(scale)
+        if inverted:
+            scale = inverse_of(inverse)
+        return self._measure(gradients, scale, inverse, request)
+
+    def multiply_(self, gradients, factor):
+        eager.multiply_(gradients, factor)
+
+
+class Combined(Eager):
+    """The same of the gradients at even and odd places, put together."""
+
+    def measure(self, gradients, scale, request, *, inverted):
+        part = request._replace(max_norm=math.inf, with_norm=request.wants_norm)
+        parts = [own for own in (gradients[::2], gradients[1::2]) if own]
+        measured = super().measure
+        buffers = [measured(own, scale, part, inverted=inverted) for own in parts]
+        whole = eager.combine(buffers, torch.device("cpu"), request)
+        tops = torch.empty(len(gradients))
+        even = len(parts[0])
+        tops[::2], tops[1::2] = whole[HEADER:][:even], whole[HEADER:][even:]
+        return torch.cat([whole[:HEADER], tops])
+
+
+PARAMETERS = [pytest.param(case, id=case.name) for case in CASES]
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_the_hosts_way_is_what_numpy_says(case):
+    gpu_cases.check(case, Eager(eager._measure_on_host), strict=False)
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_the_devices_way_is_what_numpy_says(case):
+    gpu_cases.check(case, Eager(eager._measure_on_device), strict=False)
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_parts_that_are_combined_are_the_whole(case):
+    gpu_cases.check(case, Combined(eager._measure_on_device), strict=False)
+
+
+@pytest.mark.parametrize("way", MEASURES)
+def test_gaps_and_transposed_tensors_are_read_and_written_where_they_are(way):
+    room = torch.arange(24.0).view(4, 6)
+    gradients = [room[:, ::2], torch.arange(6.0).view(2, 3).t()]
+    request = Request(write=True, with_norm=True)
+    buffer = Eager(MEASURES[way]).measure(
+        gradients, torch.tensor(2.0), request, inverted=False
+    )
+    assert (
+        pytest.approx(math.sqrt(sum(x * x for x in range(0, 24, 2)) + 55.0) / 2.0)
+        == buffer[NORM].item()
+    )
+    assert torch.equal(torch.arange(0.0, 24.0, 2.0) / 2.0, room[:, ::2].flatten())
+    assert torch.equal(torch.arange(1.0, 24.0, 2.0), room[:, 1::2].flatten())
+
+
+def test_the_host_says_what_it_did_not_measure():
+    gradients = [torch.ones(3)]
+    two, half = torch.tensor(2.0), torch.tensor(0.5)
+    buffer = eager._measure_on_host(gradients, two, half, Request(write=True))
+    assert [NOT_MEASURED, NOT_MEASURED] == [buffer[at].item() for at in (AMAX, NORM)]
+    assert HEADER == len(buffer)
+    assert [0.5, 0.5, 0.5] == gradients[0].tolist()
+
+
+def test_a_norm_that_one_part_did_not_measure_is_measured_by_none():
+    two, half = torch.tensor(2.0), torch.tensor(0.5)
+    parts = [
+        eager._measure_on_device([torch.ones(3)], two, half, Request(with_norm=norm))
+        for norm in (True, False)
+    ]
+    whole = eager.combine(parts, torch.device("cpu"), Request())
+    assert NOT_MEASURED == whole[NORM].item()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_look_by_either_way_finds_the_number_and_changes_none(number):
+    for measure in MEASURES.values():
+        for size in (3, 2**16):
+            gradients = [torch.full((size,), 0.3), torch.full((size,), 0.3)]
+            gradients[1][-1] = number
+            before = [gradient.clone() for gradient in gradients]
+            buffer = Eager(measure).measure(
+                gradients, torch.tensor(3.0), Request(), inverted=False
+            )
+            assert 1.0 == buffer[FOUND].item()
+            assert [True, False] == torch.isfinite(buffer[HEADER:]).tolist()
+            for old, new in zip(before, gradients, strict=True):
+                assert torch.equal(old.view(torch.int32), new.view(torch.int32))
+
+
+def test_the_buffer_of_a_flag_says_no_more_than_the_flag():
+    scale = torch.tensor(8.0)
+    for flag in (0.0, 1.0, 3.0):
+        buffer = eager.flag_buffer(torch.tensor(flag), scale)
+        found = float(flag != 0.0)
+        assert [found, 0.0, -1.0, -1.0, 8.0, 0.125, 8.0, 1.0] == buffer.tolist()

@@ -1,0 +1,233 @@
+"""What a scaler says about its steps, and what is done with it."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from helpers.torch_steps import BAD, parameter, started, step  # noqa: E402
+
+import lossscale.torch as ls  # noqa: E402
+from lossscale.core.errors import (  # noqa: E402
+    SettingError,
+)
+
+
+def problem(fused=False, lr=1.0):
+    weight = parameter([1.0])
+    return weight, torch.optim.SGD([weight], lr=lr, fused=fused)
+
+
+# Reports
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_report_says_what_became_of_the_step(fused):
+    weight, optimizer = problem(fused)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    assert scaler.last_step is None
+    said = []
+    for gradient in (1.0, *BAD):
+        step(scaler, optimizer, gradient, [weight])
+        last = scaler.last_step
+        said.append((last.applied, last.skipped, last.reason, last.scale, last.index))
+    assert [
+        (True, False, None, 8.0, 1),
+        (False, True, "inf", 8.0, 2),
+        (False, True, "inf", 4.0, 3),
+        (False, True, "nan", 2.0, 4),
+    ] == said
+    assert (4, 3, 3) == (scaler.steps, scaler.skipped, scaler.consecutive_skips)
+    step(scaler, optimizer, 1.0, [weight])
+    assert (5, 3, 0) == (scaler.steps, scaler.skipped, scaler.consecutive_skips)
+
+
+def test_a_report_can_be_read_later():
+    weight, optimizer = problem()
+    reports = []
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0, observer=reports.append))
+    for gradient in (math.inf, 1.0, math.nan):
+        step(scaler, optimizer, gradient, [weight])
+    assert [(1, "inf", 8.0), (2, None, 4.0), (3, "nan", 4.0)] == [
+        (report.index, report.reason, report.scale) for report in reports
+    ]
+    assert scaler.last_step is reports[-1]
+    assert all(report.arrived() for report in reports)
+    assert "applied" in repr(reports[1])
+    assert "nan" in repr(reports[2])
+
+
+def culprits(scaler, optimizer, parameters, bad):
+    """Return the culprits of a step in which these parameters are bad."""
+    started(scaler)
+    for at, one in enumerate(parameters):
+        one.grad = torch.full_like(one, bad.get(at, 1.0))
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.last_step.broken
+
+
+def test_culprits_have_the_names_that_were_given():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    ours = [one for _, one in module.named_parameters()]
+    bad = {1: math.inf, 2: math.nan}
+    plain = torch.optim.SGD(module.parameters(), lr=1.0)
+    named = torch.optim.SGD(module.named_parameters(), lr=1.0)
+    pairs = list(module.named_parameters())
+    for scaler, optimizer in (
+        (ls.GradScaler("cpu", module=module), plain),
+        (ls.GradScaler("cpu", names=module.named_parameters()), plain),
+        (ls.GradScaler("cpu", names=dict(pairs)), plain),
+        (ls.GradScaler("cpu"), named),
+    ):
+        found = culprits(scaler, optimizer, ours, bad)
+        assert (("0.bias", "inf"), ("1.weight", "nan")) == found
+        assert ("0.bias", "1.weight") == scaler.last_step.culprits
+
+
+def test_culprits_without_a_name_are_told_by_their_place():
+    weights = [parameter([1.0]), parameter([1.0, 2.0]), parameter([[3.0]])]
+    optimizer = torch.optim.SGD(
+        [{"params": weights[:1]}, {"params": weights[1:]}], lr=1.0
+    )
+    found = culprits(
+        ls.GradScaler("cpu"), optimizer, weights, {1: math.inf, 2: math.inf}
+    )
+    assert (
+        ("param_groups[1]['params'][0] of shape (2,)", "inf"),
+        ("param_groups[1]['params'][1] of shape (1, 1)", "inf"),
+    ) == found
+
+
+def test_culprits_are_right_where_some_parameters_have_no_gradient():
+    weights = [parameter([1.0]) for _ in range(4)]
+    names = [(f"w{at}", weight) for at, weight in enumerate(weights)]
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    scaler = started(ls.GradScaler("cpu", names=names))
+    for fused in (False, True):
+        optimizer = torch.optim.SGD(weights, lr=1.0, fused=fused)
+        weights[1].grad, weights[3].grad = torch.ones(1), torch.tensor([math.inf])
+        scaler.step(optimizer)
+        scaler.update()
+        assert ("w3",) == scaler.last_step.culprits
+
+
+def test_names_and_a_module_exclude_each_other():
+    module = torch.nn.Linear(1, 1)
+    with pytest.raises(SettingError, match="names= and module= were both given"):
+        ls.GradScaler("cpu", names=module.named_parameters(), module=module)
+
+
+def test_norm_and_amax_are_numbers_where_they_were_measured():
+    weight, other = parameter([1.0]), parameter([1.0])
+    optimizer = torch.optim.SGD([weight, other], lr=1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0, measure_norm=True))
+    weight.grad, other.grad = torch.tensor([24.0]), torch.tensor([-32.0])
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.norm == 5.0
+    weight.grad, other.grad = torch.tensor([-16.0]), torch.tensor([math.inf])
+    scaler.step(optimizer)
+    scaler.update()
+    assert (16.0, math.inf) == (scaler.last_step.amax, scaler.last_step.norm)
+
+
+def test_the_reports_of_several_optimizers_are_one():
+    good, first = problem()
+    bad, second = problem(fused=True)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0, measure_norm=True))
+    good.grad, bad.grad = torch.tensor([3.0 * 8]), torch.tensor([4.0 * 8])
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    assert (True, 5.0) == (scaler.last_step.applied, scaler.last_step.norm)
+    good.grad, bad.grad = torch.tensor([8.0]), torch.tensor([math.inf])
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    last = scaler.last_step
+    assert (False, True, False) == (
+        last.applied,
+        last.applied_by(first),
+        last.applied_by(second),
+    )
+    assert last.applied_by(problem()[1]) is None
+    assert (2, 1) == (scaler.steps, scaler.skipped)
+
+
+# Gates and schedulers
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_gate_holds_an_average_still_while_steps_are_skipped(fused):
+    weight, optimizer = problem(fused)
+    average = weight.detach().clone()
+    scaler = ls.GradScaler("cpu", init_scale=8.0)
+    assert scaler.gate().item() is True
+    held = []
+    for gradient in (8.0, math.inf, 8.0):
+        step(scaler, optimizer, gradient, [weight])
+        before = average.clone()
+        gate = scaler.gate()
+        assert (torch.bool, ()) == (gate.dtype, gate.shape)
+        average.lerp_(weight.detach(), 0.5 * gate)
+        held.append(bool(average == before))
+    assert [False, True, False] == held
+
+
+def rates(scaler, optimizer, weight, gradients, **settings):
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    found = []
+    for gradient in gradients:
+        step(scaler, optimizer, gradient, [weight])
+        scaler.step_scheduler(scheduler, **settings)
+        found.append(scheduler.get_last_lr()[0])
+    return found
+
+
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scheduler_moves_for_applied_steps_only_and_nobody_warns(fused, wait):
+    weight, optimizer = problem(fused)
+    found = rates(
+        ls.GradScaler("cpu"), optimizer, weight, [*BAD, 1.0, math.inf, 1.0], wait=wait
+    )
+    assert [1.0, 1.0, 1.0, 0.5, 0.5, 0.25] == found
+
+
+def test_torchs_own_way_warns_and_moves_on():
+    weight, optimizer = problem()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step(ls.GradScaler("cpu"), optimizer, math.inf, [weight])
+    with pytest.warns(UserWarning, match="Detected call of `lr_scheduler.step"):
+        scheduler.step()
+    assert scheduler.get_last_lr() == [0.5]
+
+
+def test_schedulers_of_several_optimizers_move_apart():
+    scaler = started(ls.GradScaler("cpu"))
+    good, first = problem()
+    bad, second = problem()
+    schedulers = [
+        torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (first, second)
+    ]
+    for gradient in (1.0, math.inf):
+        good.grad, bad.grad = torch.ones(1), torch.tensor([gradient])
+        scaler.step(first)
+        scaler.step(second)
+        scaler.update()
+        for scheduler in schedulers:
+            scaler.step_scheduler(scheduler)
+            scaler.step_scheduler(scheduler)  # once more is once too often
+    assert [[0.25], [0.5]] == [scheduler.get_last_lr() for scheduler in schedulers]
+
+
+def test_a_scheduler_with_a_metric_is_given_it():
+    weight, optimizer = problem()
+    scaler = ls.GradScaler("cpu")
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for gradient, metric in ((1.0, 1.0), (math.inf, 2.0), (1.0, 2.0)):
+        step(scaler, optimizer, gradient, [weight])
+        scaler.step_scheduler(plateau, metric)
+    assert (2, 0.1) == (plateau.last_epoch, optimizer.param_groups[0]["lr"])

@@ -1,0 +1,111 @@
+"""The kernels in Triton's interpreter, against NumPy and torch."""
+
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip(
+        "TRITON_INTERPRET=1 is not set: the interpreter is chosen when triton loads",
+        allow_module_level=True,
+    )
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from kernels import gpu_cases  # noqa: E402
+from lossscale.torch import fast  # noqa: E402
+from lossscale.torch.eager import Request  # noqa: E402
+from lossscale.torch.gradients import Sorted  # noqa: E402
+from lossscale.torch.kernels import launch  # noqa: E402
+from lossscale.torch.verdict import NORM  # noqa: E402
+
+BLOCK, LOOPS, LANES = 64, 2, 16
+CASES = gpu_cases.cases("cpu", chunk=BLOCK * LOOPS, many=40)
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    gpu_cases.small_chunks(monkeypatch, BLOCK, LOOPS, LANES)
+    gpu_cases.exact_bfloat16(monkeypatch)
+
+
+def parameters(cases):
+    """Return pytest's parameters."""
+    return [pytest.param(case, id=case.name) for case in cases]
+
+
+@pytest.mark.parametrize("case", parameters(CASES))
+def test_a_verdict_and_what_is_written_are_what_numpy_says(case):
+    gpu_cases.check(case)
+
+
+def test_one_launcher_serves_gradients_that_change_and_move():
+    gpu_cases.check_reuse("cpu")
+
+
+def test_chunks_are_as_small_as_the_constants_say_when_the_tables_are_made():
+    tables = launch.Tables([torch.zeros(size) for size in (0, 127, 128, 129, 1000)])
+    assert [0, 0, 1, 2, 4, 12] == tables.starts.tolist()
+    assert [1, 2, 3, 3, *[4] * 8] == tables.chunk_tensors.tolist()
+    assert [0, 0, 0, 1, *range(8)] == tables.chunk_numbers.tolist()
+
+
+def test_tables_of_every_number_of_tensors_and_chunks_are_aligned_and_whole():
+    for count in range(1, 6):
+        for size in (0, 1, 129):
+            tables = launch.Tables([torch.zeros(size)] * count)
+            chunks = count * -(-size // (BLOCK * LOOPS))
+            assert chunks == tables.chunks == len(tables.chunk_numbers)
+            assert count + 1 == len(tables.starts)
+            assert [size] * count == tables.sizes.tolist()
+            assert 0 == tables.limits.data_ptr() % 8
+
+
+def test_alignment_is_seen_anew_whenever_the_gradients_move():
+    room = torch.zeros(40)
+    tables = launch.Tables([room[:8], room[8:16]])
+    seen = []
+    for first, second in ((0, 8), (0, 9), (1, 12), (4, 20)):
+        tables.point([room[first : first + 8], room[second : second + 8]])
+        seen.append(bool(tables.aligned))
+    assert [True, False, False, True] == seen
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_gradient_with_gaps_goes_the_other_way_and_counts_in_the_same_verdict(write):
+    gap = torch.arange(40.0)[::2]
+    gradients = [torch.full((5,), 3.0), gap, torch.full((3,), -4.0)]
+    want = gpu_cases.Case("gaps", lambda: gradients, scale=3.0)
+    expected = gpu_cases.expected(want, [g.clone() for g in gradients])
+    known = Sorted(gradients)
+    assert [True, False] == [group.launcher is not None for group in known.groups]
+    request = Request(write=write, with_norm=True)
+    buffer, found = known.measure(gradients, torch.tensor(3.0), None, request)
+    assert [0.0] == [flag.item() for flag in found.values()]
+    assert pytest.approx(expected.norm, rel=1e-6) == buffer[NORM].item()
+    if not write:
+        known.multiply_(gradients, buffer)
+    third = torch.tensor(1.0).div(3.0)
+    assert torch.equal(torch.arange(40.0)[::2] * third, gap)
+    assert torch.equal(torch.full((5,), 3.0) * third, gradients[0])
+
+
+def test_dense_is_what_fills_a_stretch_of_memory_in_any_order():
+    assert fast.reaches(torch.zeros(3, 4).t())
+    assert fast.reaches(torch.zeros(2, 3, 4).permute(2, 0, 1))
+    assert fast.reaches(torch.zeros(3, 4)[:, :0])
+    assert not fast.reaches(torch.zeros(3, 4)[:, 1:])
+    assert not fast.reaches(torch.zeros(1).expand(4))
+    assert not fast.reaches(torch.zeros(3, dtype=torch.complex64))
+    assert not fast.reaches(torch.zeros(3).to_sparse())
+    assert not fast.reaches(torch._neg_view(torch.zeros(3)))
+
+
+@pytest.mark.parametrize("name", gpu_cases.policies())
+def test_the_update_takes_the_steps_of_numpys_verb(name):
+    gpu_cases.check_policy("cpu", name, gpu_cases.policies()[name])
+
+
+@pytest.mark.parametrize("numbers", gpu_cases.TORCHS_NUMBERS)
+def test_with_torchs_arguments_the_update_takes_torchs_steps(numbers):
+    gpu_cases.check_wide("cpu", numbers)

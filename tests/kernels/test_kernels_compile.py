@@ -1,0 +1,207 @@
+"""The kernels compile for GPUs, without one."""
+
+import re
+import warnings
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+pytest.importorskip("torch", reason="torch is not installed")
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from lossscale.core.policies import Switches  # noqa: E402
+from lossscale.torch.kernels import decisions, gradients, launch  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip(
+        "TRITON_INTERPRET is set: the interpreter does not compile",
+        allow_module_level=True,
+    )
+
+DTYPES = (tl.float32, tl.float16, tl.bfloat16, tl.float64)
+LISTS = {
+    "pointers": "*i64",
+    "counts": "*i64",
+    "kinds": "*i32",
+    "chunk_tensors": "*i32",
+    "chunk_numbers": "*i32",
+}
+READ = LISTS | {"scale_pointer": "*fp32", "sums": "*fp64", "tops": "*fp64"}
+MULTIPLY = LISTS | {"factor_pointer": "*fp32"}
+DECIDE = {
+    "starts": "*i32",
+    "limits": "*fp64",
+    "sums": "*fp64",
+    "tops": "*fp64",
+    "tensor_sums": "*fp64",
+    "tensor_tops": "*fp64",
+    "scale_pointer": "*fp32",
+    "verdict": "*fp32",
+    "finished": "*i32",
+    "tensors": "i32",
+    "max_norm": "fp32",
+}
+UPDATE = {
+    "scale_pointer": "*fp32",
+    "good_pointer": "*i32",
+    "bad_pointer": "*i32",
+    "counters": "*i32",
+    "found_pointer": "*fp32",
+    "skipped_pointer": "*fp32",
+    "loss_pointer": "*fp32",
+    "settings": "*fp64",
+    "growth_threshold": "i32",
+    "good_after_growth": "i32",
+    "hysteresis": "i32",
+}
+
+
+def ptx(kernel, arguments, capability, warps=4, **constants):
+    """Compile a kernel and return its PTX."""
+    signature = arguments | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Triton announces a changing default
+        compiled = triton.compile(
+            source,
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": warps},
+        )
+    text = compiled.asm["ptx"]
+    assert f".target sm_{capability}" in text
+    return text
+
+
+def read(capability=90, *, dtype=tl.float32, **switches):
+    chosen = dict.fromkeys(("mixed", "inverted", "write"), False) | {"aligned": True}
+    chosen |= switches
+    sizes = {"block": launch.BLOCK, "loops": launch.LOOPS}
+    return ptx(
+        gradients.read, READ, capability, launch.WARPS, dtype=dtype, **chosen, **sizes
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("write", [False, True])
+def test_a_read_of_every_dtype_compiles(dtype, write):
+    text = read(dtype=dtype, write=write)
+    assert write == bool(re.search(r"st\.global\.v\d", text))
+
+
+@pytest.mark.parametrize(
+    ("capability", "switches"),
+    [
+        (80, {}),
+        (80, {"write": True, "aligned": False}),
+        (90, {"write": True, "inverted": True}),
+        (80, {"mixed": True, "write": True}),
+        (90, {"mixed": True, "write": True, "aligned": False}),
+    ],
+    ids=str,
+)
+def test_a_read_of_every_other_kind_compiles(capability, switches):
+    read(capability, **switches)
+
+
+def test_an_aligned_read_loads_128_bits_at_a_time():
+    wide = re.compile(r"ld\.global\.v4\.b32")
+    blocks = launch.BLOCK * launch.LOOPS // (launch.WARPS * 32 * 4)
+    assert blocks <= len(wide.findall(read()))
+    assert blocks // 2 <= len(wide.findall(read(dtype=tl.float16)))
+    assert not wide.search(read(aligned=False))
+
+
+def test_only_what_is_written_is_scaled_and_only_there_the_scale_is_inverted():
+    division = re.compile(r"div\.(rn|full)\S*\.f64|rcp\.\S*f64")
+    assert not division.search(read(inverted=True))
+    assert division.search(read(write=True))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "mixed", "aligned"),
+    [
+        (80, tl.float32, False, True),
+        (90, tl.bfloat16, False, True),
+        (80, tl.float64, False, False),
+        (90, tl.float32, True, True),
+    ],
+    ids=str,
+)
+def test_a_multiplication_compiles(capability, dtype, mixed, aligned):
+    text = ptx(
+        gradients.multiply,
+        MULTIPLY,
+        capability,
+        launch.WARPS,
+        dtype=dtype,
+        mixed=mixed,
+        aligned=aligned,
+        block=launch.BLOCK,
+        loops=launch.LOOPS,
+    )
+    assert aligned == ("st.global.v4" in text)
+
+
+@pytest.mark.parametrize(
+    ("capability", "euclid", "clips", "inverted"),
+    [(80, True, True, False), (90, False, True, True), (90, True, False, False)],
+)
+def test_a_decision_compiles(capability, euclid, clips, inverted):
+    text = ptx(
+        decisions.decide,
+        DECIDE,
+        capability,
+        euclid=euclid,
+        clips=clips,
+        in_optimizer=clips,
+        inverted=inverted,
+    )
+    # What other programs wrote is read only after their counter says so.
+    assert re.search(r"atom\.\S*acq_rel\S*\.add", text)
+    assert re.search(r"ld\.global\.cg", text)
+
+
+# All switches of the rule, and with them in turn the others: half a minute for all.
+@pytest.mark.parametrize("number", range(32))
+def test_an_update_compiles_into_straight_line_code(number):
+    chosen = Switches(*(bool(number >> bit & 1) for bit in range(5)))
+    capability = 90 if (number * 5) // 3 % 2 else 80
+    wide, check_loss = bool(number // 3 % 2), bool(number // 7 % 2)
+    text = ptx(
+        decisions.update,
+        UPDATE,
+        capability,
+        wide=wide,
+        check_loss=check_loss,
+        moves=True,
+        **chosen._asdict(),
+    )
+    assert not re.search(r"^\s*(@%p\d+\s+)?bra", text, re.MULTILINE)
+    # Where it divides, it does so in float64, which is exact.
+    assert chosen.backoff_divides == ("div.rn.f64" in text)
+    assert "div.full.f32" not in text
+
+
+def test_an_update_of_a_fixed_scale_leaves_the_scale_alone():
+    switches = dict.fromkeys(Switches._fields, False)
+    text = ptx(
+        decisions.update,
+        UPDATE,
+        90,
+        wide=False,
+        check_loss=False,
+        moves=False,
+        **switches,
+    )
+    assert 3 == len(re.findall(r"st\.global", text))
+
+
+def test_subnormal_numbers_are_kept_and_quotients_are_exact():
+    text = read(write=True)
+    assert re.search(r"mul(\.rn)?\.f32", text)
+    assert ".ftz" not in text
+    assert "div.full" not in text
+    assert "div.approx" not in text
