@@ -10,6 +10,7 @@ All functions take dense real tensors of one device, some of which may hold no n
 
 import math
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +152,7 @@ def _quickly_finite(gradients: list[Any], inverse: Any, *, write: bool) -> bool:
     return not found
 
 
-_LARGE = 2**16
+_LARGE = 2**20
 """From so many numbers on a read costs less than a read and a write."""
 
 
@@ -264,6 +265,9 @@ def _tops(gradients: list[Any]) -> Any:
         ends = [
             torch.aminmax(g) if g.numel() else (g.sum(), g.sum()) for g in gradients
         ]
+        if len(set(map(_dtype, gradients))) == 1:
+            low, high = (torch.stack(end) for end in zip(*ends, strict=True))
+            return torch.maximum(-low, high).to(torch.float64)
         each = [torch.maximum(-low, high) for low, high in ends]
     else:
         each = [
@@ -299,8 +303,15 @@ _SMALL = 2.0**-90
 """Of a sum of squares below this, too much may have vanished in float32."""
 
 
+_dtype = attrgetter("dtype")
+
+
 def _by_dtype(gradients: list[Any]) -> Iterable[list[Any]]:
     """Return lists of the tensors that have numbers, each of one dtype."""
+    if len(set(map(_dtype, gradients))) == 1 and all(
+        map(torch.Tensor.numel, gradients)
+    ):
+        return [gradients]
     groups: dict[Any, list[Any]] = {}
     for gradient in gradients:
         if gradient.numel():

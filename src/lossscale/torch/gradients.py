@@ -43,6 +43,8 @@ class Group(NamedTuple):
     """Which of the gradients they are."""
     launcher: Any
     """The kernels' side of them; `None` where torch's operations read them."""
+    is_dense: bool
+    """Whether they are tensors of real numbers, each in its place."""
 
 
 class Sorted:
@@ -64,7 +66,8 @@ class Sorted:
             places[gradient.device, reached].append(at)
         for (device, reached), own in places.items():
             launcher = fast.launcher() if reached else None
-            self.groups.append(Group(device, own, launcher))
+            is_dense = all(_is_dense(gradients[at]) for at in own)
+            self.groups.append(Group(device, own, launcher, is_dense))
         self._whole = len(self.groups) == 1
 
     def fits(self, gradients: list[Any]) -> bool:
@@ -122,11 +125,12 @@ class Sorted:
             if group.launcher is not None:
                 group.launcher.multiply_(own, factor)
             else:
-                eager.multiply_([dense(gradient) for gradient in own], factor)
+                eager.multiply_(own, factor)
 
     def _own(self, group: Group, gradients: list[Any]) -> list[Any]:
-        """Return the gradients of a group."""
-        return gradients if self._whole else [gradients[at] for at in group.places]
+        """Return the numbers of the gradients of a group."""
+        own = gradients if self._whole else [gradients[at] for at in group.places]
+        return own if group.is_dense else [dense(gradient) for gradient in own]
 
 
 def dense(gradient: Any) -> Any:
@@ -139,6 +143,11 @@ def dense(gradient: Any) -> Any:
         # Conjugated or not, the magnitudes are the same, and so is a real factor.
         return torch.view_as_real(gradient.conj() if gradient.is_conj() else gradient)
     return gradient
+
+
+def _is_dense(gradient: Any) -> bool:
+    """Whether a gradient is what `dense` returns."""
+    return gradient.layout is torch.strided and not gradient.is_complex()
 
 
 def inverse_of(scale: Any) -> Any:
@@ -157,7 +166,7 @@ def _eagerly(
     if scale is None:
         scale = inverse_of(inverse)
     there = [number.to(device, non_blocking=True) for number in (scale, inverse)]
-    return eager.measure([dense(gradient) for gradient in own], *there, part)
+    return eager.measure(own, *there, part)
 
 
 def _is_plain(gradient: Any) -> bool:

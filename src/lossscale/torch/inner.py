@@ -25,7 +25,8 @@ class Stepper:
         if parameter is not None and parameter.default is inspect.Parameter.empty:
             message = (
                 f"opt ({type(optimizer).__name__}) evaluates the loss inside its step, "
-                "where this wrapper cannot unscale. Use GradScaler.step(opt, closure=...)."
+                "where this wrapper cannot unscale. Use "
+                "GradScaler.step(opt, closure=...)."
             )
             raise SettingError(message)
         self.optimizer = optimizer
