@@ -3,11 +3,15 @@
 import copy
 import math
 
+import pytest
 import torch
 
 import lossscale.torch as ls
 
 CLASSES = {"torch": torch.amp.GradScaler, "ours": ls.GradScaler}
+
+both = pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
+"""Runs a test with torch's class and with ours."""
 
 FUSED = {
     "SGD": lambda params, **kw: torch.optim.SGD(params, lr=0.5, **kw),
@@ -24,6 +28,12 @@ FUSED = {
 def parameter(values, dtype=torch.float32):
     """Return a parameter of these numbers."""
     return torch.nn.Parameter(torch.tensor(values, dtype=dtype))
+
+
+def one_weight():
+    """Return a parameter of one number, and a plain optimizer of it."""
+    weight = parameter([1.0])
+    return weight, torch.optim.SGD([weight], lr=1.0)
 
 
 def started(scaler):

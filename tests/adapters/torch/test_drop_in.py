@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from helpers.torch_steps import (  # noqa: E402
-    CLASSES,
+    both,
     outcome,
     parameter,
     started,
@@ -17,8 +17,6 @@ from torch.amp.grad_scaler import OptState  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
 from lossscale.core.errors import SettingError  # noqa: E402
-
-both = pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
 
 
 def problem(gradient=1.0, fused=False, **settings):

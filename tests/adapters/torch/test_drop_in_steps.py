@@ -8,15 +8,13 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from helpers.torch_steps import (  # noqa: E402
     BAD,
-    CLASSES,
+    both,
     parameter,
     started,
     step,
 )
 
 import lossscale.torch as ls  # noqa: E402
-
-both = pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
 
 
 def problem(gradient=1.0, fused=False, **settings):

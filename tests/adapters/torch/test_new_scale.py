@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from helpers.torch_steps import (  # noqa: E402
-    CLASSES,
+    both,
+    one_weight,
     outcome,
-    parameter,
     started,
     step,
 )
@@ -17,26 +17,11 @@ from helpers.torch_steps import (  # noqa: E402
 import lossscale.torch as ls  # noqa: E402
 from lossscale.core.errors import SettingError  # noqa: E402
 
-both = pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
-TORCHS = (
-    "scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "_growth_tracker",
-)
-OURS = ("bad", "steps", "skipped", "consecutive_skips")
-
-
-def problem():
-    weight = parameter([1.0])
-    return weight, torch.optim.SGD([weight], lr=1.0)
-
 
 @both
 def test_a_new_scale_replaces_the_rule_and_keeps_the_tracker(cls):
     scaler = started(cls("cpu", init_scale=4.0))
-    weight, optimizer = problem()
+    weight, optimizer = one_weight()
     step(scaler, optimizer, 1.0, [weight])
     for new in (3.0, torch.tensor(5.0), torch.tensor(7.0, dtype=torch.float64)):
         weight.grad = torch.tensor([math.inf])

@@ -11,6 +11,7 @@ from helpers.torch_steps import (  # noqa: E402
     BAD,
     CLASSES,
     FUSED,
+    both,
     parameter,
     picture,
     started,
@@ -18,8 +19,6 @@ from helpers.torch_steps import (  # noqa: E402
 from torch.amp.grad_scaler import OptState  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
-
-both = pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
 
 
 class Fused(torch.optim.SGD):

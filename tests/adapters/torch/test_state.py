@@ -10,8 +10,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from helpers.torch_steps import (  # noqa: E402
     CLASSES,
+    both,
+    one_weight,
     outcome,
-    parameter,
     started,
     step,
 )
@@ -20,7 +21,6 @@ import lossscale.torch as ls  # noqa: E402
 from lossscale import Dynamic, Fixed, from_portable, to_portable  # noqa: E402
 from lossscale.core.errors import StateError  # noqa: E402
 
-both = pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
 TORCHS = (
     "scale",
     "growth_factor",
@@ -31,15 +31,10 @@ TORCHS = (
 OURS = ("bad", "steps", "skipped", "consecutive_skips")
 
 
-def problem():
-    weight = parameter([1.0])
-    return weight, torch.optim.SGD([weight], lr=1.0)
-
-
 def moved(cls, **settings):
     """Return a scaler that has taken four steps, two of them bad."""
     scaler = cls("cpu", 64.0, 4.0, 0.25, 3, **settings)
-    weight, optimizer = problem()
+    weight, optimizer = one_weight()
     for gradient in (1.0, math.inf, math.nan, 1.0):
         step(scaler, optimizer, gradient, [weight])
     return scaler
@@ -47,7 +42,7 @@ def moved(cls, **settings):
 
 def goes_on(scaler):
     """Return scale and tracker over the next steps."""
-    weight, optimizer = problem()
+    weight, optimizer = one_weight()
     found = []
     for gradient in (1.0, 1.0, 1.0, math.inf, 1.0):
         step(scaler, optimizer, gradient, [weight])
@@ -92,7 +87,7 @@ def test_counters_survive_and_torchs_state_starts_them_at_0():
 
 def test_hysteresis_survives():
     policy = Dynamic(init_scale=8.0, hysteresis=3)
-    weight, optimizer = problem()
+    weight, optimizer = one_weight()
     scaler = ls.GradScaler("cpu", policy=policy)
     for _ in range(2):
         step(scaler, optimizer, math.inf, [weight])
@@ -211,7 +206,7 @@ def test_a_disabled_one_is_pickled(cls):
 @both
 @pytest.mark.parametrize("call", ["unscale_", "step", "_found_inf_per_device"])
 def test_within_an_iteration_pickling_is_refused_in_torchs_words(cls, call):
-    weight, optimizer = problem()
+    weight, optimizer = one_weight()
     weight.grad = torch.ones(1)
     scaler = started(cls("cpu"))
     getattr(scaler, call)(optimizer)
@@ -224,7 +219,7 @@ def test_within_an_iteration_pickling_is_refused_in_torchs_words(cls, call):
 
 def test_a_pickle_keeps_policy_settings_and_counters():
     policy = Dynamic(init_scale=8.0, hysteresis=2)
-    weight, optimizer = problem()
+    weight, optimizer = one_weight()
     scaler = ls.GradScaler(
         "cpu",
         policy=policy,
