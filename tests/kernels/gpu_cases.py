@@ -522,7 +522,7 @@ def check(case: Case, kernels: Any = None, *, strict: bool = True) -> None:
     if kernels is None:
         from lossscale.torch.kernels.launch import Launcher
 
-        kernels = Launcher()
+        kernels = Launcher([])
     gradients = case.make()
     device = gradients[0].device
     before = [_numbers(gradient, case) for gradient in gradients]
@@ -632,7 +632,7 @@ def check_reuse(device: str) -> None:
     """Raise unless one launcher serves gradients that change and move."""
     from lossscale.torch.kernels.launch import Launcher
 
-    making, launcher = Making(device), Launcher()
+    making, launcher = Making(device), Launcher([])
 
     def moved(offset, seed):
         return lambda: making.random(9, 70, offset=offset, seed=seed)
@@ -641,7 +641,7 @@ def check_reuse(device: str) -> None:
         check(Case(f"reused {seed}", moved(offset, seed)), launcher)
     # At the same place, with other numbers; and the counter of programs starts at 0.
     (gradient,) = making.random(70)
-    alone = Launcher()
+    alone = Launcher([])
     for number in (1.0, math.nan, 2.0, math.inf, 3.0):
         gradient.fill_(number)
         here = Case(f"the same place {number}", lambda: [gradient])

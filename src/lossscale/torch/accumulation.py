@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lossscale.core.errors import GradientError
+from lossscale.core.errors import ContextError, GradientError
 from lossscale.torch.eager import LIMITS, Request
 from lossscale.torch.gradients import inverse_of, parameters
 from lossscale.torch.verdict import HEADER
@@ -35,10 +35,13 @@ class Sum:
             tops: The largest magnitude of each.
             inverse: What unscales them.
         """
+        every = parameters(optimizer)
+        if len(every) > len(self.tops):  # parameters that were added meanwhile
+            more = self.tops.new_zeros(len(every) - len(self.tops))
+            self.tops = torch.cat([self.tops, more])
         self.batches += 1
         finite = found == 0
         self.good += finite
-        every = parameters(optimizer)
         there = [at for at, p in enumerate(every) if p.grad is not None]
         # NaN stays on top.
         self.tops[there] = torch.maximum(self.tops[there], tops.to(self.tops.device))
@@ -46,8 +49,6 @@ class Sum:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if gradient.layout is not torch.strided:
-                gradient = gradient.to_dense()
             wide = _wide(gradient) * inverse.to(gradient.device)
             # A product with 0 would leave NaN; a choice does not.
             share = torch.where(finite.to(gradient.device), wide, 0.0)
@@ -81,6 +82,13 @@ def add(scaler: Any, optimizer: Any) -> None:
         total.batches += 1
         total.good += 1.0
         return
+    if known.sparse:
+        message = (
+            "accumulate() keeps dense sums, and an optimizer of sparse gradients wants "
+            "sparse ones. Let them add up in .grad: call backward several times, then "
+            "step."
+        )
+        raise GradientError(message)
     if known.foreign:
         kinds = sorted({type(gradient).__name__ for gradient in gradients})
         message = (
@@ -108,6 +116,13 @@ def finish(scaler: Any, optimizer: Any) -> None:
     total = scaler._iteration.sums.pop(id(optimizer), None)
     if total is None:
         return
+    if any(parameter.grad is not None for parameter in parameters(optimizer)):
+        scaler._iteration.sums[id(optimizer)] = total
+        message = (
+            "There are gradients that accumulate() has not taken, beside those that it "
+            "has. Call it after every backward."
+        )
+        raise ContextError(message)
     total.give_back(optimizer)
     scaler._judge_sum(optimizer, total)
 

@@ -4,7 +4,7 @@
 The closure scales its loss, runs `backward` and returns the loss. After each call the
 gradients are unscaled and checked. A gradient that is not finite ends the optimizer's
 step where it is: by then it may have moved the weights, so they and the optimizer's
-state are put back.
+state are put back. So they are if anything is raised in between.
 """
 
 import copy
@@ -58,6 +58,9 @@ def step(
     except _NotFiniteError:
         before.restore()
         return None
+    except BaseException:
+        before.restore()
+        raise
 
 
 class _Snapshot:

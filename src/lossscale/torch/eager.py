@@ -197,9 +197,13 @@ def _measure_on_device(
     wide = _wide(scale.device)
     tops = _tops(gradients).to(wide)
     highest = torch.finfo(wide).max
-    limits = torch.tensor(
-        [min(highest, LIMITS[gradient.dtype]) for gradient in gradients], dtype=wide
-    ).to(scale.device, non_blocking=True)
+    # Made there: a copy from the host is nothing that a graph could capture.
+    limits = torch.stack(
+        [
+            torch.full((), min(highest, LIMITS[g.dtype]), dtype=wide, device=g.device)
+            for g in gradients
+        ]
+    )
     times = inverse.to(wide)
     usable = tops.isnan() | ((tops * times <= limits) & (times > 0.0))
     tops = torch.where(usable, tops, math.inf)

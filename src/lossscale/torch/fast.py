@@ -45,11 +45,15 @@ def reaches(gradient: Any) -> bool:
     )
 
 
-def launcher() -> Any:
-    """Return the kernels' side of a group of gradients."""
+def launcher(captured: list[Any]) -> Any:
+    """Return the kernels' side of a group of gradients.
+
+    Args:
+        captured: Where to keep what a CUDA graph will read.
+    """
     from lossscale.torch.kernels.launch import Launcher  # noqa: PLC0415
 
-    return Launcher()
+    return Launcher(captured)
 
 
 def interpreted() -> bool:

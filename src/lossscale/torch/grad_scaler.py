@@ -9,13 +9,13 @@ here. The rooms beside: `gradients` looks at gradients (by the `kernels` or `eag
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.amp.grad_scaler import OptState
 
 from lossscale.core import checks
-from lossscale.core.errors import SettingError
+from lossscale.core.errors import ContextError, SettingError, SettingTypeError
 from lossscale.core.policies import Fixed, Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
@@ -24,10 +24,13 @@ from lossscale.torch.compiling import uncompiled
 from lossscale.torch.drop_in import DropIn
 from lossscale.torch.eager import Request
 from lossscale.torch.gradients import inverse_of, parameters
-from lossscale.torch.steps import History, Names, Observer, StepReport
+from lossscale.torch.steps import History, Names, Observer, Part, StepReport
 from lossscale.torch.verdict import DIVISOR, NORM
 
 _TORCHS_NUMBERS = (2.0**16, 2.0, 0.5, 2000)
+
+_LOOKS = ("_unscale_grads_", "unscale_", "_check_inf_per_device")
+"""Who overrides one of these wants every look at gradients to go through it."""
 
 
 class GradScaler(DropIn):
@@ -105,6 +108,12 @@ class GradScaler(DropIn):
             _check_policy(policy, numbers)
         checks.choice("on_no_gradients", on_no_gradients, ("raise", "clean step"))
         checks.choice("on_collapse", on_collapse, ("warn", "raise"))
+        if observer is not None and not callable(observer):
+            message = (
+                "observer must be a function of a StepReport, got "
+                f"{checks.shown(observer)}."
+            )
+            raise SettingTypeError(message)
         if max_consecutive_skips is not None:
             checks.count("max_consecutive_skips", max_consecutive_skips)
         super().__init__(
@@ -152,17 +161,17 @@ class GradScaler(DropIn):
     @property
     def steps(self) -> int:
         """How many steps there were, skipped ones included; waits for the device."""
-        return self._counted()[0]
+        return self._own_numbers()[1][0]
 
     @property
     def skipped(self) -> int:
         """How many steps were skipped; waits for the device."""
-        return self._counted()[1]
+        return self._own_numbers()[1][1]
 
     @property
     def consecutive_skips(self) -> int:
         """How many were skipped since the last applied one; waits for the device."""
-        return self._counted()[2]
+        return self._own_numbers()[1][2]
 
     def gate(self) -> torch.Tensor:
         """Return whether the last step was applied, as a boolean tensor.
@@ -202,11 +211,10 @@ class GradScaler(DropIn):
             return
         self._history.receive(wait=wait)
         seen = self._schedulers.get(scheduler, self._begun - 1)
-        for report in self._history.after(seen):
-            if report.applied_by(scheduler.optimizer):
-                scheduler.step(*arguments)
-            seen = report.index
-        self._schedulers[scheduler] = seen
+        taken, last = self._history.after(seen, scheduler.optimizer)
+        self._schedulers[scheduler] = last
+        for _ in range(taken):
+            scheduler.step(*arguments)
 
     def flush(self) -> None:
         """Wait for the device and hand every report on, to the observer first.
@@ -315,7 +323,8 @@ class GradScaler(DropIn):
         if self._enabled:
             self._check_scale_growth_tracker("clip_grad_norm_")
             state = self._unstepped(optimizer)
-            if id(optimizer) in self._iteration.clipped:
+            facts = self._iteration.of(state)
+            if facts.clipped:
                 message = (
                     "clip_grad_norm_() has already been called on this optimizer since "
                     "the last update()."
@@ -325,8 +334,8 @@ class GradScaler(DropIn):
             in_optimizer = in_optimizer and not handover.takes_scaler(optimizer)
             if id(optimizer) in self._iteration.sums:
                 self.unscale_(optimizer)
-            elif state["stage"] is OptState.READY and not self._overrides(
-                "_unscale_grads_"
+            elif state["stage"] is OptState.READY and not any(
+                map(self._overrides, _LOOKS)
             ):
                 gathered = known, gradients = self._gradients(optimizer)
                 if known is not None and not known.foreign:
@@ -341,16 +350,14 @@ class GradScaler(DropIn):
                         allow_fp16=self._allow_fp16 or in_optimizer,
                         gathered=gathered,
                     )
-                    verdict = self._iteration.verdicts[id(optimizer)].verdict
+                    buffer = cast("Part", facts.part).verdict.buffer
                     if in_optimizer:
-                        self._iteration.divisors[id(optimizer)] = verdict.buffer[
-                            DIVISOR
-                        ]
+                        facts.divisor = buffer[DIVISOR]
                     else:
-                        known.multiply_(gradients, verdict.buffer)
+                        known.multiply_(gradients, buffer)
+                    facts.clipped = True
                     state["stage"] = OptState.UNSCALED
-                    self._iteration.clipped.add(id(optimizer))
-                    return verdict.buffer[NORM]
+                    return buffer[NORM]
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
         # Unscaled gradients, which the caller may have changed since: they are measured
@@ -390,14 +397,24 @@ class GradScaler(DropIn):
         self._check_scale_growth_tracker("step_all")
         states = [self._unstepped(optimizer) for optimizer in optimizers]
         for optimizer in optimizers:
+            if handover.takes_scale(optimizer) and handover.takes_scaler(optimizer):
+                message = (
+                    f"step_all() cannot hold {type(optimizer).__name__} back: it asks "
+                    "for the scaler and decides by itself. Step it with step()."
+                )
+                raise ContextError(message)
+        for optimizer in optimizers:
             self._settle(optimizer)
+        if not all(state["found_inf_per_device"] for state in states):
+            message = "No inf checks were recorded for this optimizer."
+            raise AssertionError(message)
         flags = [
             flag for state in states for flag in state["found_inf_per_device"].values()
         ]
         together = self._any(flags)
         for flag in flags:
             flag.copy_(together)
-        return [self.step(optimizer) for optimizer in optimizers]
+        return [self._step(optimizer, (), {}, looked=True) for optimizer in optimizers]
 
 
 def _check_policy(policy: Any, numbers: tuple[Any, ...]) -> None:
@@ -424,7 +441,7 @@ def _check_clipping(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     if max_norm <= 0.0:
         message = f"max_norm must be a positive number, got {max_norm!r}."
         raise SettingError(message)
-    if float(norm_type) not in (2.0, math.inf):
+    if norm_type not in (2, math.inf):
         message = (
             f"norm_type must be 2 or infinity, got {norm_type!r}. For another norm "
             "call unscale_(optimizer), then torch.nn.utils.clip_grad_norm_."
@@ -442,6 +459,9 @@ def _named(
         message = "names= and module= were both given; one of them is enough."
         raise SettingError(message)
     if module is not None:
+        if not isinstance(module, torch.nn.Module):
+            message = f"module must be a torch.nn.Module, got {checks.shown(module)}."
+            raise SettingTypeError(message)
         return Names(module.named_parameters())
     if isinstance(names, Mapping):
         return Names(names.items())

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lossscale.core.errors import ContextError
 from lossscale.torch import eager, fast
+from lossscale.torch.devices import capturing
 from lossscale.torch.eager import LIMITS, Request
 from lossscale.torch.layouts import Layout
 from lossscale.torch.verdict import FACTOR, FOUND, HEADER
@@ -50,14 +52,23 @@ class Group(NamedTuple):
 class Sorted:
     """The gradients of an optimizer, sorted into groups."""
 
-    def __init__(self, gradients: list[Any]) -> None:
+    def __init__(self, gradients: list[Any], captured: list[Any]) -> None:
+        """Sort gradients.
+
+        Args:
+            gradients: As `collected` returns them.
+            captured: Where to keep what a CUDA graph will read.
+        """
         self._layout = Layout(gradients)
+        self._captured = captured
+        self.overlapping = any(map(_overlaps, gradients))
         self.foreign = any(not _is_plain(gradient) for gradient in gradients)
         self.half = [at for at, g in enumerate(gradients) if g.dtype is torch.float16]
         self.sparse = [
             at for at, g in enumerate(gradients) if g.layout is torch.sparse_coo
         ]
         self.groups: list[Group] = []
+        self._orders: dict[Any, Any] = {}
         if self.foreign:
             return
         places: dict[Any, list[int]] = defaultdict(list)
@@ -65,7 +76,7 @@ class Sorted:
             reached = fast.reaches(gradient)
             places[gradient.device, reached].append(at)
         for (device, reached), own in places.items():
-            launcher = fast.launcher() if reached else None
+            launcher = fast.launcher(captured) if reached else None
             is_dense = all(_is_dense(gradients[at]) for at in own)
             self.groups.append(Group(device, own, launcher, is_dense))
         self._whole = len(self.groups) == 1
@@ -110,12 +121,23 @@ class Sorted:
         if self._whole:
             return buffers[0], found
         buffer = eager.combine(buffers, known.device, request)
+        for flag in found.values():  # the norm of all may be what is not finite
+            torch.maximum(flag, buffer[FOUND].to(flag.device), out=flag)
         # The tensors stand in the order of their groups.
-        back = torch.tensor(order).argsort().to(known.device, non_blocking=True)
-        tops = buffer[HEADER:]
-        if len(tops) == len(order):
-            buffer = torch.cat([buffer[:HEADER], tops[back]])
-        return buffer, found
+        back = self._back(order, known.device)
+        return torch.cat([buffer[:HEADER], buffer[HEADER:][back]]), found
+
+    def _back(self, order: list[int], device: Any) -> Any:
+        """Return where each gradient is in the order of the groups."""
+        if device not in self._orders:
+            if capturing(device):
+                message = (
+                    "These gradients are of several kinds, and the first step with "
+                    "them is being captured in a CUDA graph. Take a step before that."
+                )
+                raise ContextError(message)
+            self._orders[device] = torch.tensor(order).argsort().to(device)
+        return self._orders[device]
 
     def multiply_(self, gradients: list[Any], buffer: Any) -> None:
         """Multiply the gradients by the factor of a verdict, in place."""
@@ -131,6 +153,14 @@ class Sorted:
         """Return the numbers of the gradients of a group."""
         own = gradients if self._whole else [gradients[at] for at in group.places]
         return own if group.is_dense else [dense(gradient) for gradient in own]
+
+
+def _overlaps(gradient: Any) -> bool:
+    """Whether several numbers of a gradient are one in memory: it was expanded."""
+    if gradient.layout is not torch.strided:
+        return False
+    pairs = zip(gradient.stride(), gradient.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in pairs)
 
 
 def dense(gradient: Any) -> Any:

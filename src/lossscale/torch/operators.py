@@ -13,6 +13,7 @@ The layout of a verdict is in `verdict.py`.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from torch import Tensor
 from lossscale.torch.eager import Request
 from lossscale.torch.gradients import Sorted
 from lossscale.torch.verdict import HEADER, NOT_MEASURED
+
+_CAPTURED: list[Any] = []
+"""What CUDA graphs read of calls that were captured; nobody knows for how long."""
 
 
 @torch.library.custom_op("lossscale::look", mutates_args=())
@@ -45,7 +49,7 @@ def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
 
 def _whole(gradients: list[Tensor], scale: Tensor, request: Request) -> Tensor:
     """Return a verdict that has a number for every tensor, measured or not."""
-    buffer, _ = Sorted(gradients).measure(gradients, scale, None, request)
+    buffer, _ = Sorted(gradients, _CAPTURED).measure(gradients, scale, None, request)
     missing = HEADER + len(gradients) - len(buffer)
     if not missing:
         return buffer
@@ -55,7 +59,7 @@ def _whole(gradients: list[Tensor], scale: Tensor, request: Request) -> Tensor:
 @torch.library.custom_op("lossscale::multiply_", mutates_args=("gradients",))
 def multiply_(gradients: list[Tensor], verdict: Tensor) -> None:
     """Multiply gradients in place by the factor of a verdict: clip and unscale them."""
-    Sorted(gradients).multiply_(gradients, verdict)
+    Sorted(gradients, _CAPTURED).multiply_(gradients, verdict)
 
 
 @look.register_fake

@@ -23,6 +23,7 @@ from lossscale.core.policies import Dynamic, Fixed, Policy, Settings, Switches
 from lossscale.core.rule import transition
 from lossscale.core.state import ScaleState, Signal
 from lossscale.torch import fast
+from lossscale.torch.devices import on
 
 _LARGEST_BEFORE_ROUNDING = math.nextafter(FLOAT32_MAX + 2.0**103, 0.0)
 """The largest float64 number that float32 does not round to infinity."""
@@ -42,6 +43,8 @@ class Cells(NamedTuple):
     """int32, of no dimension."""
     counters: Any
     """int32: steps, skipped steps, skipped steps in a row."""
+    numbers: Any
+    """float64: what the kernel reads of the rule; `None` where there is no kernel."""
 
 
 class Flags(NamedTuple):
@@ -100,17 +103,23 @@ class Rule:
         self._on_host = isinstance(policy, Fixed) or wide or _is_exact(policy)
         self.is_ours = type(policy) in (Fixed, Dynamic)
         self.checks_loss = bool(getattr(policy, "hold_on_nonfinite_loss", False))
-        self._numbers: dict[Any, Any] = {}
         self._repeated: Any = None
 
-    def prepare(self, device: Any) -> None:
-        """Have on a device what a step will need, before a graph is captured there."""
-        if isinstance(self.policy, Dynamic) and fast.available(device):
-            settings = self._settings()
-            numbers = [getattr(settings, name) for name in _NUMBERS]
-            self._numbers[device] = torch.tensor(
-                numbers, dtype=torch.float64, device=device
-            )
+    @staticmethod
+    def room(device: Any) -> Any:
+        """Return a tensor for what a kernel will read of a rule on a device."""
+        if not fast.available(device):
+            return None
+        return torch.zeros(len(_NUMBERS), dtype=torch.float64, device=device)
+
+    def fill(self, numbers: Any) -> None:
+        """Write what the kernel reads into its tensor, where a graph finds it too."""
+        if numbers is None or not isinstance(self.policy, Dynamic):
+            return
+        settings = self._settings()
+        # By value: a copy from the host is nothing that a graph could capture.
+        for number, name in zip(numbers, _NUMBERS, strict=True):
+            number.fill_(getattr(settings, name))
 
     def advance(self, cells: Cells, flags: Flags, signal: Callable[[], Signal]) -> None:
         """Take one step.
@@ -121,7 +130,7 @@ class Rule:
             signal: Returns the same and more, as a policy is told it.
         """
         device = cells.scale.device
-        if self.is_ours and fast.available(device):
+        if self.is_ours and cells.numbers is not None:
             self._by_kernel(cells, flags)
         elif self._on_host and device.type == "cpu":
             self._by_host(cells, flags)
@@ -154,18 +163,15 @@ class Rule:
 
     def _by_kernel(self, cells: Cells, flags: Flags) -> None:
         from lossscale.torch.kernels import decisions  # noqa: PLC0415
-        from lossscale.torch.kernels.launch import Repeated, on  # noqa: PLC0415
+        from lossscale.torch.kernels.launch import Repeated  # noqa: PLC0415
 
         device = cells.scale.device
         moves = isinstance(self.policy, Dynamic)
-        if moves and device not in self._numbers:
-            self.prepare(device)
         settings = self._settings() if moves else _NO_SETTINGS
         switches = _NO_SWITCHES
         if isinstance(self.policy, Dynamic):
             switches = self.policy.switches
         check_loss = self.checks_loss and flags.loss is not None
-        numbers = self._numbers[device] if moves else cells.scale
         if self._repeated is None:
             self._repeated = Repeated()
         with on(device):
@@ -173,11 +179,11 @@ class Rule:
                 decisions.update,
                 1,
                 (
-                    *cells,
+                    *cells[:-1],
                     flags.found,
                     flags.skipped,
                     flags.loss if check_loss else flags.found,
-                    numbers,
+                    cells.numbers,
                     settings.growth_threshold,
                     settings.good_after_growth,
                     settings.hysteresis,
@@ -204,7 +210,7 @@ class Rule:
             scale = scale.double()
         state = ScaleState(scale, cells.good, cells.bad)
         moved = self._moved(state, signal, torch.where)
-        for cell, value in zip(cells, moved, strict=False):
+        for cell, value in zip(cells[:3], moved, strict=True):
             cell.copy_(torch.as_tensor(value))
         skipped = flags.skipped != 0.0
         steps, before, row = cells.counters.unbind()

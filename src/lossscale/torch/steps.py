@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 from weakref import ref
 
+import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lossscale.core.errors import CollapseError, CollapseWarning
+from lossscale.core.checks import shown
+from lossscale.core.errors import CollapseError, CollapseWarning, SettingTypeError
 from lossscale.torch.gradients import parameters
 from lossscale.torch.verdict import Seen, Verdict
 
@@ -137,13 +139,16 @@ class StepReport:
                 found.append((name, "nan" if math.isnan(top) else "inf"))
         return tuple(found)
 
+    def taken(self) -> list[tuple[Any, bool]]:
+        """Return weak references to the optimizers, each with whether it stepped."""
+        pairs = zip(self.parts, self._seen(), strict=True)
+        return [(part.optimizer, seen.finite) for part, seen in pairs]
+
     def applied_by(self, optimizer: Any) -> bool | None:
         """Whether one optimizer took its step; `None` if it had no part in this one."""
-        for part, seen in zip(self.parts, self._seen(), strict=True):
-            stepped = part.optimizer()
-            # Some packages step a wrapper, and hand the wrapped one to the scheduler.
-            if optimizer in (stepped, getattr(stepped, "optimizer", stepped)):
-                return seen.finite
+        for stepped, finite in self.taken():
+            if _is(stepped(), optimizer):
+                return finite
         return None
 
     def _seen(self) -> list[Seen]:
@@ -164,6 +169,14 @@ class StepReport:
         )
 
 
+def _is(stepped: Any, optimizer: Any) -> bool:
+    """Whether an optimizer is the one that was stepped, or the one in it.
+
+    Some packages step a wrapper, and hand the wrapped one to the scheduler.
+    """
+    return stepped is optimizer or getattr(stepped, "optimizer", None) is optimizer
+
+
 Observer = Callable[[StepReport], object]
 """What is told of every step, in order, when its report has arrived."""
 
@@ -181,7 +194,8 @@ class History:
         self._limit = limit
         self._on_collapse = on_collapse
         self._coming: deque[StepReport] = deque()
-        self._known: deque[StepReport] = deque(maxlen=self.KEPT)
+        self._known: deque[tuple[int, list[tuple[Any, bool]]]] = deque(maxlen=4096)
+        """Which optimizers took which steps; no more than that is kept so long."""
         self._row: deque[StepReport] = deque(maxlen=self.KEPT)
         self._in_a_row = 0
 
@@ -209,14 +223,21 @@ class History:
         """
         while self._coming and (wait or self._coming[0].arrived()):
             report = self._coming.popleft()
-            self._known.append(report)
+            self._known.append((report.index, report.taken()))
             if self._observer is not None:
                 self._observer(report)
             self._watch(report)
 
-    def after(self, index: int) -> list[StepReport]:
-        """Return the reports that have arrived of steps after one."""
-        return [report for report in self._known if report.index > index]
+    def after(self, index: int, optimizer: Any) -> tuple[int, int]:
+        """Return how many steps after one an optimizer took, and the last known."""
+        taken = 0
+        for number, parts in self._known:
+            if number > index:
+                index = number
+                taken += any(
+                    finite for stepped, finite in parts if _is(stepped(), optimizer)
+                )
+        return taken, index
 
     def _watch(self, report: StepReport) -> None:
         """Count skipped steps in a row, and say so when they are too many."""
@@ -273,7 +294,17 @@ class Names:
 
     def __init__(self, pairs: Iterable[tuple[str, Any]]) -> None:
         self._known = WeakIdKeyDictionary()
-        for name, parameter in pairs:
+        try:
+            known = [(name, parameter) for name, parameter in pairs]
+        except (TypeError, ValueError):
+            known = [("", None)]
+        for name, parameter in known:
+            if not isinstance(name, str) or not isinstance(parameter, torch.Tensor):
+                message = (
+                    "names must be pairs of a name and a parameter, such as "
+                    f"model.named_parameters(); got {shown(pairs)}."
+                )
+                raise SettingTypeError(message)
             self._known[parameter] = name
 
     def get(self, parameter: Any) -> str | None:
@@ -286,9 +317,10 @@ def name_of(optimizer: Any, place: int, names: Names | None) -> str:
     """Return the name of an optimizer's parameter; if it has none, where it stands."""
     if optimizer is None:
         return f"parameter {place} of an optimizer that is gone"
-    known = None
-    if names is not None:
-        known = names.get(parameters(optimizer)[place])
+    every = parameters(optimizer)
+    if place >= len(every):
+        return f"parameter {place}, which the optimizer no longer has"
+    known = None if names is None else names.get(every[place])
     if known is not None:
         return known
     for number, group in enumerate(optimizer.param_groups):

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lossscale.torch.devices import capturing
+
 FOUND = 0
 """1 if the step must be skipped, else 0; exactly, because optimizers compare with 1."""
 NAN = 1
@@ -93,21 +95,19 @@ class Verdict:
 
         In a CUDA graph there is no later; the buffer itself is read when asked.
         """
-        if self.buffer.device.type != "cuda":
-            return
-        if torch.cuda.is_current_stream_capturing():
+        device = self.buffer.device
+        if device.type != "cuda" or capturing(device):
             return
         self._copy = shelf.room(self.buffer.shape[0])
         self._copy.copy_(self.buffer, non_blocking=True)
         self._event = torch.cuda.Event()
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(device))
 
     def arrived(self) -> bool:
         """Whether `seen` would not wait, as far as that is known."""
         if self._event is not None:
             # While a graph is captured CUDA lets nobody ask.
-            capturing = torch.cuda.is_current_stream_capturing()
-            return not capturing and bool(self._event.query())
+            return not capturing(self.buffer.device) and bool(self._event.query())
         return self.stays
 
     def seen(self) -> Seen:

@@ -231,3 +231,47 @@ def test_a_scheduler_with_a_metric_is_given_it():
         step(scaler, optimizer, gradient, [weight])
         scaler.step_scheduler(plateau, metric)
     assert (2, 0.1) == (plateau.last_epoch, optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"observer": 3}, "observer must be a function"),
+        ({"module": 3}, "module must be a torch.nn.Module"),
+        ({"names": 3}, "names must be pairs"),
+        ({"names": ["a"]}, "names must be pairs"),
+        ({"names": [("a", 3)]}, "names must be pairs"),
+        ({"names": torch.nn.Linear(2, 2).parameters()}, "names must be pairs"),
+    ],
+)
+def test_what_cannot_be_told_or_named_is_refused_at_once(settings, text):
+    with pytest.raises(TypeError, match=text):
+        ls.GradScaler("cpu", **settings)
+
+
+def test_a_parameter_that_the_optimizer_no_longer_has_is_still_reported():
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    scaler = ls.GradScaler("cpu")
+    scaler.scale((weights[0] + weights[1] * math.inf).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    del optimizer.param_groups[0]["params"][1]
+    (culprit,) = scaler.last_step.culprits
+    assert "parameter 1, which the optimizer no longer has" == culprit
+
+
+def test_a_scheduler_that_was_not_asked_for_long_loses_no_step():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    scaler = ls.GradScaler("cpu")
+    for number in range(300):
+        weight.grad = torch.full_like(weight, math.inf if number % 3 == 1 else 1.0)
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+        scaler.update()
+        if number == 0:
+            scaler.step_scheduler(scheduler)
+    scaler.step_scheduler(scheduler)
+    assert 200 == scheduler.last_epoch

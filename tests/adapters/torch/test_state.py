@@ -246,3 +246,13 @@ def test_a_pickle_leaves_out_an_observer_that_cannot_be_pickled():
     """Neither names nor reports are kept; an observer is no state either."""
     scaler = ls.GradScaler("cpu", observer=lambda _: None)
     assert scaler.state_dict() == pickled(scaler).state_dict()
+
+
+@pytest.mark.parametrize("name", OURS[1:])
+@pytest.mark.parametrize("wrong", [2**40, -5, 1.5, None, "x", True])
+def test_a_counter_of_no_use_is_refused_and_nothing_is_taken(name, wrong):
+    for scaler in (ls.GradScaler("cpu"), started(ls.GradScaler("cpu"))):
+        before = scaler.state_dict()
+        with pytest.raises(StateError, match=name):
+            scaler.load_state_dict(before | {"scale": 4.0, name: wrong})
+        assert before == scaler.state_dict()

@@ -8,13 +8,13 @@ pass may allocate them anew.
 
 import math
 from array import array
-from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
 import torch
 import triton.language as tl
 
+from lossscale.torch.devices import capturing, on
 from lossscale.torch.eager import LIMITS, Request
 from lossscale.torch.kernels import decisions
 from lossscale.torch.kernels import gradients as over_gradients
@@ -65,7 +65,7 @@ class Repeated:
             arguments: Tensors and numbers, in the kernel's order.
             constants: What comes after them.
         """
-        key = (id(kernel), constants)
+        key = (id(kernel), constants, arguments[0].device)
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled[programs, 1, 1](*arguments, *constants)
@@ -150,10 +150,12 @@ class Tables(Repeated):
         addresses = list(map(torch.Tensor.data_ptr, gradients))
         if addresses == self._addresses:
             return
-        self._addresses = addresses
+        # Not known until they are written: what fails here is tried again.
+        self._addresses = []
         found = torch.frombuffer(array("q", addresses), dtype=torch.int64)
         self.aligned = not (found & 15).any()
         self.pointers.copy_(self._pinned(found), non_blocking=True)
+        self._addresses = addresses
 
     def moved(self, tensor: Any) -> Any:
         """Return a copy on the device, made without waiting."""
@@ -164,7 +166,7 @@ class Tables(Repeated):
         if self.device.type == "cpu":
             return tensor
         pinned = tensor.pin_memory()
-        if torch.cuda.is_current_stream_capturing():
+        if capturing(self.device):
             # A graph copies from the same host memory whenever it is replayed.
             self._held.append(pinned)
         return pinned
@@ -173,9 +175,14 @@ class Tables(Repeated):
 class Launcher:
     """The kernels for one group of gradients whose layout stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, captured: list[Any]) -> None:
+        """Start without tables.
+
+        Args:
+            captured: Where to keep those that a CUDA graph will read.
+        """
         self._tables: Tables | None = None
-        self._captured: list[Tables] = []
+        self._captured = captured
 
     def measure(
         self, gradients: list[Any], scale: Any, request: Request, *, inverted: bool
@@ -245,20 +252,13 @@ class Launcher:
     def _pointed(self, gradients: list[Any]) -> Tables:
         """Return the tables, with the places where the gradients are now."""
         tables = self._tables
-        capturing = gradients[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if tables is None or capturing:
+        in_graph = capturing(gradients[0].device)
+        if tables is None or in_graph:
             tables = Tables(gradients)
-            if capturing:
+            if in_graph:
                 # A graph has tables of its own: what it reads must never change.
                 self._captured.append(tables)
             else:
                 self._tables = tables
         tables.point(gradients)
         return tables
-
-
-def on(device: Any) -> Any:
-    """Return a context in which Triton launches on a device: it takes the current."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
