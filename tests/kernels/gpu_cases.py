@@ -687,11 +687,13 @@ def policies() -> dict[str, Any]:
     }
 
 
-def cells(device: str, scale: float) -> Cells:
-    """Return the state that a scaler starts with."""
+def cells(device: str, scale: float, rule: Rule) -> Cells:
+    """Return the state that a scaler with such a rule starts with."""
     good, bad = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(2))
     counters = torch.zeros(3, dtype=torch.int32, device=device)
-    return Cells(torch.full((), scale, device=device), good, bad, counters)
+    numbers = rule.room(torch.device(device))
+    rule.fill(numbers)
+    return Cells(torch.full((), scale, device=device), good, bad, counters, numbers)
 
 
 def steps(seed: str, count: int) -> list[tuple[bool, bool, bool]]:
@@ -709,7 +711,7 @@ def check_policy(device: str, name: str, policy: Any, count: int = 30) -> None:
     """Raise unless the kernel takes the steps of NumPy's verb, to the bit."""
     rule = Rule(policy, wide=False)
     state = ls.init(policy)
-    here = cells(device, float(state.scale))
+    here = cells(device, float(state.scale), rule)
     counted = [0, 0, 0]
     for at, (found, skipped, loss) in enumerate(steps(name, count)):
         _advance(rule, here, found, skipped, loss)
@@ -730,7 +732,7 @@ def check_wide(device: str, numbers: tuple[float, float, float, int], count=40) 
     """Raise unless torch's arguments give torch's scale and tracker, to the bit."""
     init_scale, growth, backoff, interval = numbers
     rule = Rule(torchs_policy(*numbers), wide=True)
-    here = cells(device, init_scale)
+    here = cells(device, init_scale, rule)
     scale, tracker = here.scale.clone(), here.good.clone()
     for at, (found, skipped, _) in enumerate(steps(str(numbers), count)):
         flag = torch.full((), float(found), device=device)

@@ -77,7 +77,7 @@ def test_a_gradient_with_gaps_goes_the_other_way_and_counts_in_the_same_verdict(
     gradients = [torch.full((5,), 3.0), gap, torch.full((3,), -4.0)]
     want = gpu_cases.Case("gaps", lambda: gradients, scale=3.0)
     expected = gpu_cases.expected(want, [g.clone() for g in gradients])
-    known = Sorted(gradients)
+    known = Sorted(gradients, [])
     assert [True, False] == [group.launcher is not None for group in known.groups]
     request = Request(write=write, with_norm=True)
     buffer, found = known.measure(gradients, torch.tensor(3.0), None, request)

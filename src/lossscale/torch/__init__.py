@@ -3,7 +3,9 @@
 
 The scaler:
     grad_scaler    `GradScaler`: what is new in it
-    drop_in        the same: what torch's has
+    drop_in        the same: torch's unscale_, step and update
+    looking        the same: how it looks at gradients
+    keeping        the same: its settings, its state, the book of an iteration
     gradients      an optimizer's gradients, sorted by what can read them
     layouts        whether they are laid out as a step ago
     eager          looks at them with torch's operations
@@ -16,6 +18,7 @@ The scaler:
     steps          `StepReport`; observers, schedulers and the alarm
     operators      looks at gradients as torch operators, for what is compiled
     compiling      what is not compiled
+    devices        what is asked of any device
 
 The verbs:
     verbs          init, scale, unscale, update, select

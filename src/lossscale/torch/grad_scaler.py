@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GradScaler`: torch's class, with one look at the gradients and nothing corrupted.
 
-It is a `torch.amp.GradScaler`; what torch's has stands in `drop_in`, what is new stands
-here. The rooms beside: `gradients` looks at gradients (by the `kernels` or `eager`),
+It is a `torch.amp.GradScaler`; what torch's has stands in `drop_in`, `looking` and
+`keeping`, what is new stands here. The rooms beside: `gradients` looks at gradients (by the `kernels` or `eager`),
 `rules` moves the scale, `handover` deals with fused optimizers, `steps` reports;
 `closures` and `accumulation` do what they are called.
 """
