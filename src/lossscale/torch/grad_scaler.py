@@ -2,9 +2,9 @@
 """`GradScaler`: torch's class, with one look at the gradients and nothing corrupted.
 
 It is a `torch.amp.GradScaler`; what torch's has stands in `drop_in`, `looking` and
-`keeping`, what is new stands here. The rooms beside: `gradients` looks at gradients (by the `kernels` or `eager`),
-`rules` moves the scale, `handover` deals with fused optimizers, `steps` reports;
-`closures` and `accumulation` do what they are called.
+`keeping`, what is new stands here. The rooms beside: `gradients` looks at gradients (by
+the `kernels` or `eager`), `rules` moves the scale, `handover` deals with fused
+optimizers, `steps` reports; `closures` and `accumulation` do what they are called.
 """
 
 import math
