@@ -9,7 +9,8 @@ The scaler:
     gradients      an optimizer's gradients, sorted by what can read them
     layouts        whether they are laid out as a step ago
     eager          looks at them with torch's operations
-    fast, kernels  looks at them with Triton, imported by the first step that needs it
+    fast           whether the kernels can be used
+    kernels        looks at them with Triton, imported by the first step that needs it
     verdict        what they were, in one small buffer on their device
     rules          a policy at work on the scaler's tensors
     handover       optimizers that divide and skip by themselves

@@ -37,7 +37,7 @@ class GradScaler(DropIn):
     """A `torch.amp.GradScaler` that reads the gradients once and says what happened.
 
     With torch's arguments alone it takes torch's steps, to the bit, except where torch
-    would corrupt weights, momentum or its own scale; the page "PyTorch" lists these.
+    goes wrong; the page "PyTorch: what differs from torch" lists where.
 
     Example:
         >>> import torch, lossscale.torch as ls
@@ -96,7 +96,8 @@ class GradScaler(DropIn):
                 read of the gradients. (The kernels on a GPU measure it anyway.)
             max_consecutive_skips: After so many skipped steps in a row the alarm goes
                 off; `None` for none.
-            on_collapse: What the alarm does: "warn" (once) or "raise".
+            on_collapse: What the alarm does: "warn", once in a row of skipped steps, or
+                "raise", every so many.
 
         Raises:
             SettingError: If a setting is of no use, or if a policy comes together with
@@ -197,7 +198,8 @@ class GradScaler(DropIn):
     ) -> None:
         """Step a scheduler for every step that its optimizer took, and for no other.
 
-        Call it after `update`, in place of `scheduler.step()`. Whether a fused
+        Call it after every `update`, in place of `scheduler.step()`; a schedule per
+        epoch keeps `scheduler.step()`. Whether a fused
         optimizer on a GPU took its step is known to the host one step later; there the
         rate changes one step late, and nothing waits. With `wait` it is never late.
 
@@ -368,7 +370,7 @@ class GradScaler(DropIn):
 
     @uncompiled
     def accumulate(self, optimizer: Any) -> None:
-        """Add a micro-batch's gradients up, in float32, unless one is not finite.
+        """Add a micro-batch's gradients up, in float32 or wider, if they are finite.
 
         Call it after every `backward`. The gradients are unscaled, added to buffers and
         taken off the parameters; of a micro-batch with a gradient that is not finite

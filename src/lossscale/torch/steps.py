@@ -109,13 +109,16 @@ class StepReport:
     def amax(self) -> float | None:
         """The largest magnitude of the tensors that are finite, still scaled.
 
-        `None` where nothing measured it.
+        `None` where nothing measured it; after `accumulate` that of the sum, unscaled.
         """
         return max((s.amax for s in self._seen() if s.amax is not None), default=None)
 
     @property
     def clip(self) -> float:
-        """The smallest factor that clipping multiplied gradients by."""
+        """The smallest factor that clipping multiplied gradients by.
+
+        1 where they were clipped after `unscale_` or `accumulate`.
+        """
         return min(seen.clip for seen in self._seen())
 
     @property
