@@ -196,3 +196,19 @@ def test_every_preset_says_where_its_facts_come_from():
         assert name == preset.name
         assert preset.source.endswith(".")
         assert preset.differs.endswith(".")
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("loss_finite", [None, False, True])
+def test_only_a_loss_that_was_looked_at_and_is_not_finite_holds_if_asked(
+    hold, loss_finite
+):
+    from lossscale import Signal
+
+    policy = Dynamic(init_scale=8.0, hysteresis=1, hold_on_nonfinite_loss=hold)
+    state = ScaleState(8.0, 3, 0)
+    signal = Signal(finite=False, loss_finite=loss_finite)
+    pick = lambda condition, first, second: first if condition else second  # noqa: E731
+    held = hold and loss_finite is False
+    expected = state if held else ScaleState(4.0, 0, 0)
+    assert expected == policy.step(state, signal, where=pick)

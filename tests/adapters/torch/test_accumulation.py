@@ -151,3 +151,38 @@ def test_what_was_added_up_is_not_forgotten_by_a_step_with_a_closure():
     except (RuntimeError, ValueError):
         return
     assert weight.item() == -2.0
+
+
+def test_a_sum_is_reported_at_the_scale_of_its_parts_and_by_the_right_name():
+    weights = [parameter([1.0]) for _ in range(3)]
+    names = [(f"w{at}", weight) for at, weight in enumerate(weights)]
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0, names=names))
+    for bad in (8.0, math.nan):  # the first has no gradient
+        weights[1].grad, weights[2].grad = torch.ones(1), torch.tensor([bad])
+        scaler.accumulate(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (True, 8.0, (("w2", "nan"),)) == (
+        scaler.last_step.applied,
+        scaler.last_step.scale,
+        scaler.last_step.broken,
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.complex128]
+)
+def test_every_dtype_is_added_up_in_float32_or_wider(dtype):
+    """1 + 2**-20 + 2**-20 is lost in bfloat16, 2**-40 in float32."""
+    real = dtype.to_real() if dtype.is_complex else dtype
+    small = 2.0**-40 if real is torch.float64 else 2.0**-8
+    weight = parameter([0.0], dtype)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=1.0))
+    for number in (1.0, *[small / 2] * 4):
+        weight.grad = torch.tensor([number], dtype=dtype)
+        scaler.accumulate(optimizer)
+    scaler.unscale_(optimizer)
+    assert torch.tensor(1.0 + 2 * small, dtype=dtype) == weight.grad
+    assert dtype is weight.grad.dtype

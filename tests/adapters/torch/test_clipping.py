@@ -305,3 +305,24 @@ def test_disabled_it_is_torchs_clipping():
     scaler = ls.GradScaler("cpu", enabled=False)
     assert scaler.clip_grad_norm_(optimizer, 1.0) == 5.0
     assert weight.grad.tolist() == pytest.approx([0.6, 0.8])
+
+
+def test_float16_is_refused_where_it_would_be_written():
+    weight = parameter([1.0], torch.float16)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    weight.grad = torch.tensor([8.0], dtype=torch.float16)
+    with pytest.raises(ValueError, match="Attempting to unscale FP16"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    assert weight.grad.item() == 8.0
+
+
+def test_the_norm_of_tiny_gradients_is_exact():
+    """Their squares are subnormal in float32, of a few bits."""
+    weight = parameter([0.0] * 4096)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=1.0))
+    weight.grad = torch.full((4096,), 1.1e-22)
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(
+        64 * 1.1e-22, rel=1e-6
+    )

@@ -150,3 +150,119 @@ def test_a_first_gradient_that_was_unscaled_and_is_bad_ends_the_step():
     assert scaler.step(optimizer, closure=lambda: pytest.fail("asked")) is None
     scaler.update()
     assert (1.0, 4.0) == (weight.item(), scaler.get_scale())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_closure_may_clip_at_every_call(fused):
+    weight = parameter([3.0, 4.0])
+    scaler = ls.GradScaler("cpu", init_scale=8.0)
+
+    class Twice(torch.optim.SGD):
+        """Asks twice and steps by what the second call left."""
+
+        _step_supports_amp_scaling = fused
+
+        def step(self, closure):
+            closure()
+            return super().step(closure)
+
+    optimizer = Twice([weight], lr=1.0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight**2).sum() / 2
+        scaler.scale(loss).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        return loss
+
+    scaler.step(optimizer, closure=closure)
+    scaler.update()
+    torch.testing.assert_close(weight.detach(), torch.tensor([2.4, 3.2]))
+    assert scaler.last_step.clip == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_closure_may_clip_in_one_call_and_unscale_in_the_next(fused):
+    weight = parameter([1.0])
+    scaler = ls.GradScaler("cpu", init_scale=8.0)
+    calls = []
+
+    class Twice(torch.optim.SGD):
+        _step_supports_amp_scaling = fused
+
+        def step(self, closure):
+            closure()
+            return super().step(closure)
+
+    optimizer = Twice([weight], lr=1.0)
+
+    def closure():
+        optimizer.zero_grad()
+        scaler.scale((weight * 4.0).sum()).backward()
+        calls.append(None)
+        if len(calls) == 1:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        else:
+            scaler.unscale_(optimizer)
+
+    scaler.step(optimizer, closure=closure)
+    assert weight.item() == -3.0
+
+
+def test_a_closure_runs_with_gradients_whatever_the_optimizer_does():
+    class Bare(torch.optim.Optimizer):
+        """Calls its closure without enabling gradients first."""
+
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure):
+            loss = closure()
+            for weight in self.param_groups[0]["params"]:
+                weight.sub_(weight.grad)
+            return loss
+
+    weight = parameter([1.0])
+    optimizer = Bare([weight])
+    scaler = ls.GradScaler("cpu", init_scale=8.0)
+    scaler.step(optimizer, closure=lambda: scaler.scale((weight * 2).sum()).backward())
+    assert weight.item() == -1.0
+
+
+def test_other_arguments_go_with_the_closure():
+    class Asking(torch.optim.SGD):
+        def step(self, closure, number, *, word):
+            closure()
+            return number, word
+
+    weight = parameter([1.0])
+    scaler = ls.GradScaler("cpu", init_scale=8.0)
+    closure = lambda: scaler.scale(weight.sum()).backward()  # noqa: E731
+    found = scaler.step(Asking([weight], lr=1.0), closure, 3, word="x")
+    assert (3, "x") == found
+
+
+def test_state_that_the_optimizer_changes_in_place_is_put_back():
+    class Moving(torch.optim.SGD):
+        """Writes into its state before it asks a second time."""
+
+        def step(self, closure):
+            closure()
+            for weight in self.param_groups[0]["params"]:
+                self.state[weight].setdefault("sum", torch.zeros(1)).add_(1.0)
+            closure()
+
+    weight = parameter([1.0])
+    optimizer = Moving([weight], lr=1.0)
+    scaler = ls.GradScaler("cpu", init_scale=8.0)
+    factors = iter([1.0, 1.0, 1.0, math.inf])
+
+    def closure():
+        optimizer.zero_grad()
+        scaler.scale((weight * next(factors)).sum()).backward()
+
+    for _ in range(2):
+        scaler.step(optimizer, closure=closure)
+        scaler.update()
+    assert (1.0, 1) == (optimizer.state[weight]["sum"].item(), scaler.skipped)

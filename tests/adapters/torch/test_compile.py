@@ -91,3 +91,11 @@ def test_a_whole_step_under_torch_compile_is_the_step_without():
     assert torch.equal(expected[0], ours[0])
     assert expected[1:] == ours[1:]
     assert 4 == ours[2]
+
+
+def test_a_look_without_a_limit_clips_nothing():
+    import lossscale.torch.operators  # noqa: F401
+    from lossscale.torch.verdict import CLIP, FACTOR, NORM
+
+    verdict = torch.ops.lossscale.look([torch.tensor([24.0, 32.0])], torch.tensor(8.0))
+    assert (5.0, 1.0, 0.125) == tuple(verdict[[NORM, CLIP, FACTOR]].tolist())

@@ -285,3 +285,12 @@ def test_a_policy_without_a_floor_of_its_own_stays_safe():
         # 1 / 2**-126 is finite in float32, so such a gradient is used.
         step(scaler, optimizer, 2.0**-126, [weight])
         assert weight.item() == 0.0 - 2.0**126
+
+
+def test_a_parameter_without_a_gradient_gets_no_momentum():
+    weight, other = parameter([1.0]), parameter([1.0])
+    optimizer = torch.optim.SGD([weight, other], lr=1.0, momentum=0.9, fused=True)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    weight.grad = torch.tensor([8.0])
+    scaler.step(optimizer)
+    assert [weight] == list(optimizer.state)

@@ -119,3 +119,30 @@ def test_duplicates_of_a_sparse_gradient_that_overflow_together_are_found(scale)
     scaler = started(ls.GradScaler("cpu", init_scale=scale))
     scaler.step(optimizer)
     assert [1.0, 1.0] == weight.tolist()
+
+
+def test_gradients_of_another_layout_are_sorted_anew():
+    """Only the second step has a gradient that is refused, and a sparse one."""
+    first, second = parameter([1.0]), parameter([1.0], torch.float16)
+    optimizer = torch.optim.SGD([first, second], lr=1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    first.grad = torch.tensor([8.0])
+    scaler.step(optimizer)
+    scaler.update()
+    first.grad, second.grad = torch.tensor([8.0]), torch.ones(1, dtype=torch.float16)
+    with pytest.raises(ValueError, match="FP16"):
+        scaler.step(optimizer)
+
+
+def test_a_dense_gradient_may_be_sparse_a_step_later():
+    table = parameter([[1.0], [1.0]])
+    optimizer = torch.optim.SGD([table], lr=1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    twice = torch.sparse_coo_tensor(
+        [[1, 1]], [[8.0], [8.0]], (2, 1), check_invariants=True
+    )
+    for gradient in (torch.full((2, 1), 8.0), twice):
+        table.grad = gradient
+        scaler.step(optimizer)
+        scaler.update()
+    assert [[0.0], [-2.0]] == table.tolist()

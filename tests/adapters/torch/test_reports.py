@@ -275,3 +275,96 @@ def test_a_scheduler_that_was_not_asked_for_long_loses_no_step():
             scaler.step_scheduler(scheduler)
     scaler.step_scheduler(scheduler)
     assert 200 == scheduler.last_epoch
+
+
+def test_the_gate_is_shut_if_any_optimizer_skipped():
+    good, first = problem()
+    bad, second = problem()
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    good.grad, bad.grad = torch.tensor([8.0]), torch.tensor([math.inf])
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    assert scaler.gate().item() is False
+
+
+def test_several_optimizers_report_the_largest_number_and_the_hardest_clip():
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    first, second = problem(), problem()
+    for (weight, optimizer), gradient in ((first, 8.0), (second, 80.0)):
+        weight.grad = torch.tensor([gradient])
+        scaler.clip_grad_norm_(optimizer, 5.0)
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.clip == pytest.approx(0.5)
+    for (weight, optimizer), gradient in ((first, 8.0), (second, 80.0)):
+        weight.grad = torch.tensor([gradient])
+        scaler.clip_grad_norm_(optimizer, math.inf)
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.norm == pytest.approx(math.hypot(1.0, 10.0))
+
+
+def test_a_norm_that_only_one_optimizer_measured_is_none():
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    first, second = problem(), problem()
+    for weight, optimizer in (first, second):
+        weight.grad = torch.tensor([8.0])
+        if optimizer is first[1]:
+            scaler.clip_grad_norm_(optimizer, 5.0)
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.norm is None
+
+
+def test_the_largest_magnitude_is_that_of_all_optimizers():
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    for gradient in (8.0, 80.0):
+        weight, other = parameter([1.0]), parameter([1.0])
+        optimizer = torch.optim.SGD([weight, other], lr=1.0)
+        weight.grad, other.grad = torch.tensor([gradient]), torch.tensor([math.inf])
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.amax == 80.0
+
+
+def test_a_scheduler_of_a_wrapped_optimizer_follows_the_wrapper():
+    """As in Accelerate: the wrapper is stepped, the scheduler has what is inside."""
+    weight, inner = problem()
+
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+            self.param_groups = optimizer.param_groups
+
+        def step(self):
+            return self.optimizer.step()
+
+    outer, scaler = Wrapper(inner), ls.GradScaler("cpu")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+    for gradient in (math.inf, 1.0):
+        step(scaler, outer, gradient, [weight])
+        scaler.step_scheduler(scheduler)
+    assert [0.5] == scheduler.get_last_lr()
+
+
+def test_a_report_outlives_its_optimizer():
+    import gc
+
+    weight, optimizer = problem()
+    scaler = ls.GradScaler("cpu")
+    step(scaler, optimizer, math.inf, [weight])
+    del optimizer
+    gc.collect()
+    assert ("parameter 0 of an optimizer that is gone",) == scaler.last_step.culprits
+
+
+def test_a_scheduler_that_comes_late_does_not_catch_up():
+    weight, optimizer = problem()
+    scaler = ls.GradScaler("cpu")
+    for _ in range(3):
+        step(scaler, optimizer, 1.0, [weight])
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step(scaler, optimizer, 1.0, [weight])
+    scaler.step_scheduler(scheduler)
+    assert [0.5] == scheduler.get_last_lr()

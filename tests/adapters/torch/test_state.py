@@ -256,3 +256,22 @@ def test_a_counter_of_no_use_is_refused_and_nothing_is_taken(name, wrong):
         with pytest.raises(StateError, match=name):
             scaler.load_state_dict(before | {"scale": 4.0, name: wrong})
         assert before == scaler.state_dict()
+
+
+def test_a_policy_keeps_its_numbers_when_a_state_of_others_is_loaded():
+    policy = Dynamic(growth_factor=4.0, backoff_factor=0.25, growth_interval=7)
+    scaler = ls.GradScaler("cpu", policy=policy)
+    scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+    assert (4.0, 0.25, 7) == (
+        scaler.get_growth_factor(),
+        scaler.get_backoff_factor(),
+        scaler.get_growth_interval(),
+    )
+
+
+def test_a_divisor_is_shown_as_the_factor_that_it_is():
+    scaler = ls.GradScaler(
+        "cpu", policy=Dynamic(growth_factor=3.0, backoff_divisor=3.0)
+    )
+    assert scaler.get_backoff_factor() == 1.0 / 3.0
+    assert scaler.state_dict()["backoff_factor"] == 1.0 / 3.0

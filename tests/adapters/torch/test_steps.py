@@ -243,3 +243,35 @@ def test_disabled_every_new_method_does_what_would_be_done_without():
 @pytest.mark.parametrize("name", ["policy", "state"])
 def test_disabled_there_is_still_a_policy_and_a_state(name):
     assert getattr(ls.GradScaler("cpu", enabled=False), name) is not None
+
+
+def test_the_float16_that_is_refused_is_the_one_that_is_named():
+    weights = [parameter([1.0])] + [parameter([1.0], torch.float16) for _ in range(8)]
+    names = [(f"w{at}", weight) for at, weight in enumerate(weights)]
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    scaler = started(ls.GradScaler("cpu", names=names))
+    for weight in weights[1:]:  # the first has no gradient
+        weight.grad = torch.ones_like(weight)
+    with pytest.raises(ValueError, match="of w1, w2, w3, w4, w5, w6 and 2 more are"):
+        scaler.unscale_(optimizer)
+
+
+def test_a_graph_is_kept_for_a_second_penalty_if_that_is_asked():
+    weight = parameter([3.0])
+    scaler = ls.GradScaler("cpu", init_scale=8.0)
+    loss = (weight**2).sum()
+    for keep in (True, False):
+        (found,) = scaler.grad(loss, weight, create_graph=False, retain_graph=keep)
+        assert (6.0, False) == (found.item(), found.requires_grad)
+    with pytest.raises(RuntimeError, match="second time"):
+        scaler.grad(loss, weight, create_graph=False)
+
+
+def test_a_conjugated_gradient_is_unscaled_where_it_is():
+    weight = parameter([1.0 + 1.0j, 2.0], torch.complex64)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    weight.grad = torch.tensor([8.0 + 16.0j, 8.0j]).conj()
+    assert weight.grad.is_conj()
+    scaler.unscale_(optimizer)
+    assert [1.0 - 2.0j, -1.0j] == weight.grad.tolist()
