@@ -14,6 +14,7 @@ The scaler:
     verdict        what they were, in one small buffer on their device
     rules          a policy at work on the scaler's tensors
     handover       optimizers that divide and skip by themselves
+    clipping       clipping by the norm, in the same read as the check
     closures       optimizers that ask for the loss themselves
     accumulation   micro-batches, the bad ones left out
     steps          `StepReport`; observers, schedulers and the alarm

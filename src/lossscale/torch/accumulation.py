@@ -43,8 +43,13 @@ class Sum:
         finite = found == 0
         self.good += finite
         there = [at for at, p in enumerate(every) if p.grad is not None]
-        # NaN stays on top.
-        self.tops[there] = torch.maximum(self.tops[there], tops.to(self.tops.device))
+        tops = tops.to(self.tops.device)
+        # NaN stays on top. An index of the host's, which a device waits for, is needed
+        # only where a gradient is missing.
+        if len(there) == len(every):
+            self.tops = torch.maximum(self.tops, tops)
+        else:
+            self.tops[there] = torch.maximum(self.tops[there], tops)
         for parameter in every:
             gradient = parameter.grad
             if gradient is None:
@@ -75,6 +80,8 @@ def add(scaler: Any, optimizer: Any) -> None:
     """Add a micro-batch to the sum that a scaler keeps for an optimizer."""
     iteration = scaler._iteration
     known, gradients = scaler._gradients(optimizer)
+    if known is not None:
+        _refuse(known, gradients)
     total = iteration.sums.get(id(optimizer))
     if total is None:
         total = iteration.sums[id(optimizer)] = Sum(optimizer, scaler._scale.device)
@@ -82,6 +89,22 @@ def add(scaler: Any, optimizer: Any) -> None:
         total.batches += 1
         total.good += 1.0
         return
+    request = Request(with_amax=True)
+    buffer, found = known.measure(gradients, scaler._scale, None, request)
+    flag = scaler._any(list(found.values()))
+    if iteration.loss is None:
+        iteration.dropped.append(flag)
+    else:
+        # A loss that is not finite leaves the scale; the next batch has its own.
+        lost, iteration.loss = iteration.loss, None
+        iteration.lost.append(lost)
+        iteration.dropped.append(flag * (1.0 - lost))
+        flag = torch.maximum(flag, lost)
+    total.add(optimizer, flag, buffer[HEADER:], inverse_of(scaler._scale))
+
+
+def _refuse(known: Any, gradients: list[Any]) -> None:
+    """Raise for gradients that cannot be added up, before anything is taken."""
     if known.sparse:
         message = (
             "accumulate() keeps dense sums, and an optimizer of sparse gradients wants "
@@ -97,18 +120,6 @@ def add(scaler: Any, optimizer: Any) -> None:
             "times, then step."
         )
         raise GradientError(message)
-    request = Request(with_amax=True)
-    buffer, found = known.measure(gradients, scaler._scale, None, request)
-    flag = scaler._any(list(found.values()))
-    if iteration.loss is None:
-        iteration.dropped.append(flag)
-    else:
-        # A loss that is not finite leaves the scale; the next batch has its own.
-        lost, iteration.loss = iteration.loss, None
-        iteration.lost.append(lost)
-        iteration.dropped.append(flag * (1.0 - lost))
-        flag = torch.maximum(flag, lost)
-    total.add(optimizer, flag, buffer[HEADER:], inverse_of(scaler._scale))
 
 
 def finish(scaler: Any, optimizer: Any) -> None:

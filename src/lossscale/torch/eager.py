@@ -294,9 +294,8 @@ def _euclid(gradients: list[Any]) -> float:
     gradients = [gradient for gradient in gradients if gradient.numel()]
     if not gradients:
         return 0.0
-    quick = torch._foreach_norm(gradients, 2)
-    narrow = any(g.dtype in (torch.float16, torch.bfloat16) for g in gradients)
-    if not narrow:
+    if not any(g.dtype in (torch.float16, torch.bfloat16) for g in gradients):
+        quick = torch._foreach_norm(gradients, 2)
         total = sum(norm * norm for norm in torch.stack(quick).tolist())
         if _SMALL < total < math.inf:
             return math.sqrt(total)

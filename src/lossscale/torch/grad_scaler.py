@@ -4,33 +4,27 @@
 It is a `torch.amp.GradScaler`; what torch's has stands in `drop_in`, `looking` and
 `keeping`, what is new stands here. The rooms beside: `gradients` looks at gradients (by
 the `kernels` or `eager`), `rules` moves the scale, `handover` deals with fused
-optimizers, `steps` reports; `closures` and `accumulation` do what they are called.
+optimizers, `steps` reports; `clipping`, `closures` and `accumulation` do what they are
+called.
 """
 
-import math
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.amp.grad_scaler import OptState
 
 from lossscale.core import checks
 from lossscale.core.errors import ContextError, SettingError, SettingTypeError
 from lossscale.core.policies import Fixed, Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
-from lossscale.torch import accumulation, handover
+from lossscale.torch import accumulation, clipping, handover
 from lossscale.torch.compiling import uncompiled
 from lossscale.torch.drop_in import DropIn
-from lossscale.torch.eager import Request
-from lossscale.torch.gradients import inverse_of, parameters
-from lossscale.torch.steps import History, Names, Observer, Part, StepReport
-from lossscale.torch.verdict import DIVISOR, NORM
+from lossscale.torch.gradients import inverse_of
+from lossscale.torch.steps import History, Names, Observer, StepReport
 
 _TORCHS_NUMBERS = (2.0**16, 2.0, 0.5, 2000)
-
-_LOOKS = ("_unscale_grads_", "unscale_", "_check_inf_per_device")
-"""Who overrides one of these wants every look at gradients to go through it."""
 
 
 class GradScaler(DropIn):
@@ -199,9 +193,9 @@ class GradScaler(DropIn):
         """Step a scheduler for every step that its optimizer took, and for no other.
 
         Call it after every `update`, in place of `scheduler.step()`; a schedule per
-        epoch keeps `scheduler.step()`. Whether a fused
-        optimizer on a GPU took its step is known to the host one step later; there the
-        rate changes one step late, and nothing waits. With `wait` it is never late.
+        epoch keeps `scheduler.step()`. On a GPU the host knows one step later whether a
+        step was taken; there the rate may change one step late, and nothing waits. With
+        `wait` it is never late.
 
         Args:
             scheduler: A scheduler of an optimizer that this scaler steps.
@@ -321,52 +315,11 @@ class GradScaler(DropIn):
         Raises:
             SettingError: If `max_norm` is not positive, or the norm is another one.
         """
-        max_norm, norm_type = _check_clipping(max_norm, norm_type)
-        if self._enabled:
-            self._check_scale_growth_tracker("clip_grad_norm_")
-            state = self._unstepped(optimizer)
-            facts = self._iteration.of(state)
-            if facts.clipped:
-                message = (
-                    "clip_grad_norm_() has already been called on this optimizer since "
-                    "the last update()."
-                )
-                raise RuntimeError(message)
-            in_optimizer = handover.takes_scale(optimizer)
-            in_optimizer = in_optimizer and not handover.takes_scaler(optimizer)
-            if id(optimizer) in self._iteration.sums:
-                self.unscale_(optimizer)
-            elif state["stage"] is OptState.READY and not any(
-                map(self._overrides, _LOOKS)
-            ):
-                gathered = known, gradients = self._gradients(optimizer)
-                if known is not None and not known.foreign:
-                    state["found_inf_per_device"] = self._look(
-                        optimizer,
-                        Request(
-                            max_norm=max_norm,
-                            norm_type=norm_type,
-                            with_norm=True,
-                            in_optimizer=in_optimizer,
-                        ),
-                        allow_fp16=self._allow_fp16 or in_optimizer,
-                        gathered=gathered,
-                    )
-                    buffer = cast("Part", facts.part).verdict.buffer
-                    if in_optimizer:
-                        facts.divisor = buffer[DIVISOR]
-                    else:
-                        known.multiply_(gradients, buffer)
-                    facts.clipped = True
-                    state["stage"] = OptState.UNSCALED
-                    return buffer[NORM]
-            if state["stage"] is OptState.READY:
-                self.unscale_(optimizer)
-        # Unscaled gradients, which the caller may have changed since: they are measured
-        # anew and, as everywhere in torch, not checked again.
-        return torch.nn.utils.clip_grad_norm_(
-            parameters(optimizer), max_norm, norm_type
-        )
+        max_norm, norm_type = clipping.checked(max_norm, norm_type)
+        if not self._enabled:
+            return clipping.unscaled(optimizer, max_norm, norm_type)
+        self._check_scale_growth_tracker("clip_grad_norm_")
+        return clipping.clip(self, optimizer, max_norm, norm_type)
 
     @uncompiled
     def accumulate(self, optimizer: Any) -> None:
@@ -434,22 +387,6 @@ def _check_policy(policy: Any, numbers: tuple[Any, ...]) -> None:
             "policy=Dynamic(init_scale=1024.0)."
         )
         raise SettingError(message)
-
-
-def _check_clipping(max_norm: Any, norm_type: Any) -> tuple[float, float]:
-    """Return what to clip to and by which norm, or raise."""
-    if max_norm != math.inf:  # which measures, and clips nothing
-        max_norm = checks.number("max_norm", max_norm, "a positive number")
-    if max_norm <= 0.0:
-        message = f"max_norm must be a positive number, got {max_norm!r}."
-        raise SettingError(message)
-    if norm_type not in (2, math.inf):
-        message = (
-            f"norm_type must be 2 or infinity, got {norm_type!r}. For another norm "
-            "call unscale_(optimizer), then torch.nn.utils.clip_grad_norm_."
-        )
-        raise SettingError(message)
-    return max_norm, float(norm_type)
 
 
 def _named(

@@ -60,7 +60,6 @@ class Sorted:
             captured: Where to keep what a CUDA graph will read.
         """
         self._layout = Layout(gradients)
-        self._captured = captured
         self.overlapping = any(map(_overlaps, gradients))
         self.foreign = any(not _is_plain(gradient) for gradient in gradients)
         self.half = [at for at, g in enumerate(gradients) if g.dtype is torch.float16]

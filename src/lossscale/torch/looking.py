@@ -7,7 +7,6 @@ Others override or call some of these names, so they stay what they are in torch
 book of the iteration.
 """
 
-import sys
 from contextlib import suppress
 from typing import Any
 
@@ -41,10 +40,8 @@ class Looking(Keeping):
 
     def _overrides(self, name: str) -> bool:
         """Whether a subclass, or somebody from outside, has a method of its own."""
-        ours = sys.modules["lossscale.torch.drop_in"].DropIn
-        return name in vars(self) or getattr(type(self), name) is not getattr(
-            ours, name
-        )
+        method = getattr(type(self), name)
+        return name in vars(self) or not method.__module__.startswith(f"{__package__}.")
 
     def _gradients(self, optimizer: Any) -> tuple[Sorted | None, list[Any]]:
         """Return an optimizer's gradients and how they are sorted; `None` if none."""

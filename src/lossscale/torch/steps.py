@@ -109,7 +109,7 @@ class StepReport:
     def amax(self) -> float | None:
         """The largest magnitude of the tensors that are finite, still scaled.
 
-        `None` where nothing measured it; after `accumulate` that of the sum, unscaled.
+        `None` where nothing measured it.
         """
         return max((s.amax for s in self._seen() if s.amax is not None), default=None)
 
@@ -233,14 +233,15 @@ class History:
 
     def after(self, index: int, optimizer: Any) -> tuple[int, int]:
         """Return how many steps after one an optimizer took, and the last known."""
-        taken = 0
-        for number, parts in self._known:
-            if number > index:
-                index = number
-                taken += any(
-                    finite for stepped, finite in parts if _is(stepped(), optimizer)
-                )
-        return taken, index
+        taken, last = 0, index
+        for number, parts in reversed(self._known):  # the newest first, and few of them
+            if number <= index:
+                break
+            last = max(last, number)
+            taken += any(
+                finite for stepped, finite in parts if _is(stepped(), optimizer)
+            )
+        return taken, last
 
     def _watch(self, report: StepReport) -> None:
         """Count skipped steps in a row, and say so when they are too many."""

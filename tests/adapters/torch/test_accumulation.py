@@ -186,3 +186,22 @@ def test_every_dtype_is_added_up_in_float32_or_wider(dtype):
     scaler.unscale_(optimizer)
     assert torch.tensor(1.0 + 2 * small, dtype=dtype) == weight.grad
     assert dtype is weight.grad.dtype
+
+
+def test_the_report_of_a_sum_has_the_magnitude_that_came():
+    weight = parameter([1.0])
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    for gradient in (16.0, 24.0, math.inf):
+        weight.grad = torch.tensor([gradient])
+        scaler.accumulate(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    # The one tensor was infinite in the last micro-batch: no finite one is left.
+    assert 0.0 == scaler.last_step.amax
+    for gradient in (16.0, 24.0):
+        weight.grad = torch.tensor([gradient])
+        scaler.accumulate(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert 24.0 == scaler.last_step.amax

@@ -207,6 +207,10 @@ def test_sparse_micro_batches_are_refused_before_anything_is_taken():
     with pytest.raises(GradientError, match=r"accumulate\(\) keeps dense sums"):
         scaler.accumulate(optimizer)
     assert weight.grad is not None
+    scaler.step(optimizer)  # as the error says
+    scaler.update()
+    assert [1.0] == weight[0].tolist()
+    assert weight[1].item() < 1.0
 
 
 class OlderAgreement(torch.optim.SGD):
