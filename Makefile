@@ -55,7 +55,7 @@ $(VENV)/demo.stamp: pyproject.toml constraints.txt $(VENV)/created.stamp
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp
-	$(PIP) --group tests --group frameworks
+	$(PIP) --group tests --group frameworks --group packages
 	# It asks for the tensorflow with CUDA; tensorflow-cpu is the same module.
 	$(PIP) --no-deps tf-keras
 	touch $@

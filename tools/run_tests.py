@@ -65,6 +65,8 @@ SUITES = {
     "documents": Suite(("README.md", "docs", "src"), {}),
     "jax": Suite(("tests/compat/test_jax.py",), {}),
     "torch": Suite(("tests/compat/test_torch.py", "tests/adapters/torch"), {}),
+    "torch-ranks": Suite(("tests/distributed",), {}),
+    "torch-packages": Suite(("tests/ecosystem",), {}),
     "kernels-interpreted": Suite(
         (
             "tests/kernels/test_rule_interpreted.py",

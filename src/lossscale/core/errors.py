@@ -9,6 +9,7 @@
     ├── StateError            (ValueError)   a saved state that cannot be used
     ├── ContextError          (ValueError)   a call from a place where it cannot work
     ├── CollapseError         (FloatingPointError)  nothing but skipped steps
+    ├── DriftError            (RuntimeError) ranks whose scales have come apart
     └── MissingPackageError   (ImportError)  an optional part that is not installed
 
 `CollapseWarning` (a UserWarning) says what `CollapseError` says, where it is not to
@@ -54,6 +55,10 @@ class ContextError(LossScaleError, ValueError):
 
 class CollapseError(LossScaleError, FloatingPointError):
     """So many steps in a row were skipped that the training stands still."""
+
+
+class DriftError(LossScaleError, RuntimeError):
+    """The ranks of a distributed training have different scales."""
 
 
 class CollapseWarning(UserWarning):

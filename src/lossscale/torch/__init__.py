@@ -5,7 +5,12 @@ The scaler:
     grad_scaler    `GradScaler`: what is new in it
     drop_in        the same: torch's unscale_, step and update
     looking        the same: how it looks at gradients
+    agreeing       the same: how it decides together with other ranks
     keeping        the same: its settings, its state, the book of an iteration
+    sharded        `ShardedGradScaler`, for FSDP1
+    ranks          which ranks decide together: process groups and meshes
+    agreement      what they send each other
+    sharding       DTensors: the part that is on this rank
     gradients      an optimizer's gradients, sorted by what can read them
     layouts        whether they are laid out as a step ago
     eager          looks at them with torch's operations
@@ -57,6 +62,7 @@ from lossscale.torch.classic import (
 )
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer
+from lossscale.torch.sharded import ShardedGradScaler
 from lossscale.torch.steps import StepReport
 from lossscale.torch.verbs import init, scale, select, unscale, update
 
@@ -69,6 +75,7 @@ __all__ = [
     "LossScale",
     "LossScaleManager",
     "LossScaleOptimizer",
+    "ShardedGradScaler",
     "StepReport",
     "get",
     "init",

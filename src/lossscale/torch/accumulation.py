@@ -13,6 +13,7 @@ import torch
 from lossscale.core.errors import ContextError, GradientError
 from lossscale.torch.eager import LIMITS, Request
 from lossscale.torch.gradients import inverse_of, parameters
+from lossscale.torch.sharding import local, put_back
 from lossscale.torch.verdict import HEADER
 
 
@@ -24,6 +25,7 @@ class Sum:
         self.good = torch.zeros((), device=device)
         self.tops = torch.zeros(len(parameters(optimizer)), device=device)
         self._buffers: dict[int, Any] = {}
+        """The sums; of a DTensor, of the part that is on this rank."""
 
     @torch.no_grad()
     def add(self, optimizer: Any, found: Any, tops: Any, inverse: Any) -> None:
@@ -51,9 +53,9 @@ class Sum:
         else:
             self.tops[there] = torch.maximum(self.tops[there], tops)
         for parameter in every:
-            gradient = parameter.grad
-            if gradient is None:
+            if parameter.grad is None:
                 continue
+            gradient = local(parameter.grad)
             wide = _wide(gradient) * inverse.to(gradient.device)
             # A product with 0 would leave NaN; a choice does not.
             share = torch.where(finite.to(gradient.device), wide, 0.0)
@@ -73,7 +75,7 @@ class Sum:
             if total is None:
                 continue
             total.mul_(share.to(total.device))
-            parameter.grad = total.to(parameter.dtype)
+            parameter.grad = put_back(total.to(parameter.dtype), parameter)
 
 
 def add(scaler: Any, optimizer: Any) -> None:
@@ -82,16 +84,18 @@ def add(scaler: Any, optimizer: Any) -> None:
     known, gradients = scaler._gradients(optimizer)
     if known is not None:
         _refuse(known, gradients)
+    flag, buffer = torch.zeros_like(scaler._scale), None
+    if known is not None:
+        request = Request(with_amax=True)
+        buffer, found = known.measure(gradients, scaler._scale, None, request)
+        flag = scaler._any(list(found.values()))
+    plan = scaler._plan(optimizer)
+    if plan is not None:
+        # A batch is dropped by all ranks or by none.
+        flag = scaler._agree(plan, bad=flag).bad.float()
     total = iteration.sums.get(id(optimizer))
     if total is None:
         total = iteration.sums[id(optimizer)] = Sum(optimizer, scaler._scale.device)
-    if known is None:
-        total.batches += 1
-        total.good += 1.0
-        return
-    request = Request(with_amax=True)
-    buffer, found = known.measure(gradients, scaler._scale, None, request)
-    flag = scaler._any(list(found.values()))
     if iteration.loss is None:
         iteration.dropped.append(flag)
     else:
@@ -100,6 +104,10 @@ def add(scaler: Any, optimizer: Any) -> None:
         iteration.lost.append(lost)
         iteration.dropped.append(flag * (1.0 - lost))
         flag = torch.maximum(flag, lost)
+    if buffer is None:
+        total.batches += 1
+        total.good += flag == 0
+        return
     total.add(optimizer, flag, buffer[HEADER:], inverse_of(scaler._scale))
 
 

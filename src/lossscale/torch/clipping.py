@@ -56,6 +56,9 @@ def clip(scaler: Any, optimizer: Any, max_norm: float, norm_type: float) -> Any:
             if norm is not None:
                 return norm
         scaler.unscale_(optimizer)
+    plan = scaler._plan(optimizer)
+    if plan is not None:
+        return _over_ranks(scaler, optimizer, plan, max_norm, norm_type)
     return unscaled(optimizer, max_norm, norm_type)
 
 
@@ -68,6 +71,21 @@ def unscaled(optimizer: Any, max_norm: float, norm_type: float) -> Any:
     return torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm, norm_type)
 
 
+def _over_ranks(
+    scaler: Any, optimizer: Any, plan: Any, max_norm: float, norm_type: float
+) -> Any:
+    """Clip unscaled gradients by the norm of all that is spread over ranks."""
+    known, gradients = scaler._gradients(optimizer)
+    if known is not None and known.foreign:
+        return unscaled(optimizer, max_norm, norm_type)
+    one = torch.ones((), dtype=torch.float32, device=scaler._scale.device)
+    request = Request(max_norm=max_norm, norm_type=norm_type, with_norm=True)
+    buffer, _ = scaler._measure(plan, known, gradients, (one, None), request)
+    if known is not None:
+        known.multiply_(gradients, buffer)
+    return buffer[NORM]
+
+
 def _in_one_read(
     scaler: Any,
     optimizer: Any,
@@ -77,7 +95,8 @@ def _in_one_read(
 ) -> Any:
     """Return the norm of scaled gradients that are now clipped; `None` if not so."""
     gathered = known, gradients = scaler._gradients(optimizer)
-    if known is None or known.foreign:
+    alone = scaler._plan(optimizer) is None
+    if (known is None and alone) or (known is not None and known.foreign):
         return None
     takes_divisor = handover.takes_scale(optimizer)
     takes_divisor = takes_divisor and not handover.takes_scaler(optimizer)
@@ -97,7 +116,7 @@ def _in_one_read(
     buffer = facts.part.verdict.buffer
     if takes_divisor:
         facts.divisor = buffer[DIVISOR]
-    else:
+    elif known is not None:
         known.multiply_(gradients, buffer)
     facts.clipped = True
     state["stage"] = OptState.UNSCALED

@@ -34,13 +34,18 @@ class DropIn(Looking):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
+        optimizer = handover.inner(optimizer)
         state = self._ready(optimizer)
         if id(optimizer) in self._iteration.sums:
             accumulation.finish(self, optimizer)
         elif self._overrides("_unscale_grads_"):
             zero = torch.zeros((), dtype=torch.float32, device=self._scale.device)
-            state["found_inf_per_device"] = self._unscale_grads_(
+            found = self._unscale_grads_(
                 optimizer, inverse_of(self._scale), zero, self._allow_fp16
+            )
+            # It may have looked at them by itself, and asked nobody.
+            state["found_inf_per_device"] = self._agree_on_flags(
+                self._plan(optimizer), found
             )
         else:
             state["found_inf_per_device"] = self._look(
@@ -137,6 +142,8 @@ class DropIn(Looking):
         if divisor is None and state["stage"] is OptState.READY:
             divisor = self._scale
         if not handover.prepare_momentum(optimizer, found):
+            return None
+        if handover.is_watched(optimizer) and bool(found):
             return None
         with handover.handed_over(optimizer, divisor, found):
             return optimizer.step(*args, **kwargs)

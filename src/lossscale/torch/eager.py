@@ -75,10 +75,22 @@ def multiply_(gradients: list[Any], factor: Any) -> None:
         torch._foreach_mul_(same, factor)
 
 
-def combine(buffers: list[Any], device: Any, request: Request) -> Any:
+def combine(
+    buffers: list[Any],
+    device: Any,
+    request: Request,
+    agreed: tuple[Any, Any, Any, Any] | None = None,
+) -> Any:
     """Return the verdict on all gradients from verdicts on parts of them.
 
     The parts were measured without clipping: it is the norm of all that is clipped.
+
+    Args:
+        buffers: The verdicts on the parts.
+        device: Where to put the result.
+        request: What is wanted.
+        agreed: What all ranks go by instead: whether to skip, whether there is a NaN,
+            the largest magnitude, and the norm, which may be `None` for that of here.
     """
     headers = torch.stack([buffer[:HEADER].to(device) for buffer in buffers])
     largest = headers.amax(0)  # NaN is above all
@@ -91,7 +103,20 @@ def combine(buffers: list[Any], device: Any, request: Request) -> Any:
     tops = torch.cat([buffer[HEADER:].to(device) for buffer in buffers])
     scale = headers[0, SCALE].to(_wide(device))
     finite, nan, amax = largest[0] == 0, largest[1], largest[AMAX]
+    if agreed is not None:
+        bad, nan, amax, everywhere = agreed
+        finite = bad == 0
+        norm = norm if everywhere is None else everywhere
     return _on_device(finite, nan, amax, norm, scale, 1.0 / scale, request, tops)
+
+
+def nothing(scale: Any, inverse: Any) -> Any:
+    """Return the buffer of a verdict on no gradients at all."""
+    known = inverse if scale is None else scale
+    carried = known if scale is not None else 1 / known
+    one = torch.ones_like(carried)
+    zero = 0 * one
+    return torch.stack([zero] * 4 + [carried, 1 / carried, carried, one])
 
 
 def flag_buffer(flag: Any, scale: Any) -> Any:

@@ -22,6 +22,7 @@ from lossscale.torch import accumulation, clipping, handover
 from lossscale.torch.compiling import uncompiled
 from lossscale.torch.drop_in import DropIn
 from lossscale.torch.gradients import inverse_of
+from lossscale.torch.ranks import declared
 from lossscale.torch.steps import History, Names, Observer, StepReport
 
 _TORCHS_NUMBERS = (2.0**16, 2.0, 0.5, 2000)
@@ -67,6 +68,9 @@ class GradScaler(DropIn):
         measure_norm: bool = False,
         max_consecutive_skips: int | None = 100,
         on_collapse: str = "warn",
+        process_group: Any = None,
+        meshes: Any = None,
+        sharded: Any = None,
     ) -> None:
         """Make a scaler; its state goes to the device of the first scaled tensor.
 
@@ -92,6 +96,12 @@ class GradScaler(DropIn):
                 off; `None` for none.
             on_collapse: What the alarm does: "warn", once in a row of skipped steps, or
                 "raise", every so many.
+            process_group: The ranks that skip together and have one scale: a process
+                group, or several. DTensor parameters need none: they know their ranks.
+            meshes: The same as a device mesh, or several; every dimension is a group.
+            sharded: Those groups or meshes over which gradients that are no DTensors
+                are parts of a whole, such as pipeline stages: their norms are added up.
+                Without it such gradients are taken to be whole on every rank.
 
         Raises:
             SettingError: If a setting is of no use, or if a policy comes together with
@@ -99,6 +109,7 @@ class GradScaler(DropIn):
             StateError: If the state is not one that the policy can go on from.
         """
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        ranks = declared(process_group, meshes, sharded)
         if policy is not None:
             _check_policy(policy, numbers)
         checks.choice("on_no_gradients", on_no_gradients, ("raise", "clean step"))
@@ -122,6 +133,7 @@ class GradScaler(DropIn):
             checks.switch("allow_fp16", allow_fp16),
             checks.switch("measure_norm", measure_norm),
         )
+        self._declared = ranks
         if state is not None and self._enabled:
             first = check_state(self.policy, state)
             self._init_scale, self._init_growth_tracker, self._init_bad = first
@@ -205,6 +217,13 @@ class GradScaler(DropIn):
         if not self._enabled:
             scheduler.step(*arguments)
             return
+        if not self._begun and self._overrides("update"):
+            message = (
+                f"{type(self).__name__} has an update() of its own that never called "
+                "GradScaler's, so no step is known here. Call super().update() in it, "
+                "or scheduler.step()."
+            )
+            raise ContextError(message)
         self._history.receive(wait=wait)
         seen = self._schedulers.get(scheduler, self._begun - 1)
         taken, last = self._history.after(seen, scheduler.optimizer)
@@ -319,6 +338,7 @@ class GradScaler(DropIn):
         if not self._enabled:
             return clipping.unscaled(optimizer, max_norm, norm_type)
         self._check_scale_growth_tracker("clip_grad_norm_")
+        optimizer = handover.inner(optimizer)
         return clipping.clip(self, optimizer, max_norm, norm_type)
 
     @uncompiled
@@ -337,6 +357,7 @@ class GradScaler(DropIn):
         if not self._enabled:
             return  # the gradients add up where they are
         self._check_scale_growth_tracker("accumulate")
+        optimizer = handover.inner(optimizer)
         self._ready(optimizer)
         accumulation.add(self, optimizer)
 
@@ -350,6 +371,7 @@ class GradScaler(DropIn):
         if not self._enabled:
             return [optimizer.step() for optimizer in optimizers]
         self._check_scale_growth_tracker("step_all")
+        optimizers = tuple(map(handover.inner, optimizers))
         states = [self._unstepped(optimizer) for optimizer in optimizers]
         for optimizer in optimizers:
             if handover.takes_scale(optimizer) and handover.takes_scaler(optimizer):

@@ -4,8 +4,8 @@
 `Sorted` is worked out when the layout of the gradients changes and kept while it stays.
 Groups of one device go through the Triton kernels or, where those do not reach
 (sparse, complex, strided with gaps, another device), through torch's own operations;
-the verdicts of several groups are made one. Tensor subclasses, such as DTensor, are
-left to torch.
+the verdicts of several groups are made one. Of a DTensor the part on this rank is
+looked at; other tensor subclasses are left to torch.
 """
 
 import math
@@ -19,13 +19,17 @@ from lossscale.torch import eager, fast
 from lossscale.torch.devices import capturing
 from lossscale.torch.eager import LIMITS, Request
 from lossscale.torch.layouts import Layout
+from lossscale.torch.sharding import local
 from lossscale.torch.verdict import FACTOR, FOUND, HEADER
 
 
 def collected(optimizer: Any) -> list[Any]:
-    """Return the gradients that there are, in the order of the parameters."""
+    """Return the gradients that there are, in the order of the parameters.
+
+    Of a DTensor it is the part that is on this rank.
+    """
     return [
-        gradient
+        local(gradient)
         for group in optimizer.param_groups
         for parameter in group["params"]
         if (gradient := parameter.grad) is not None
@@ -47,19 +51,28 @@ class Group(NamedTuple):
     """The kernels' side of them; `None` where torch's operations read them."""
     is_dense: bool
     """Whether they are tensors of real numbers, each in its place."""
+    share: tuple[int, ...]
+    """Over which groups of ranks they are spread; see `ranks.py`."""
 
 
 class Sorted:
     """The gradients of an optimizer, sorted into groups."""
 
-    def __init__(self, gradients: list[Any], captured: list[Any]) -> None:
+    def __init__(
+        self,
+        gradients: list[Any],
+        captured: list[Any],
+        shares: list[tuple[int, ...]] | None = None,
+    ) -> None:
         """Sort gradients.
 
         Args:
             gradients: As `collected` returns them.
             captured: Where to keep what a CUDA graph will read.
+            shares: Over which groups of ranks each of them is spread, if over any.
         """
         self._layout = Layout(gradients)
+        self._shares = shares
         self.overlapping = any(map(_overlaps, gradients))
         self.foreign = any(not _is_plain(gradient) for gradient in gradients)
         self.half = [at for at, g in enumerate(gradients) if g.dtype is torch.float16]
@@ -73,16 +86,19 @@ class Sorted:
         places: dict[Any, list[int]] = defaultdict(list)
         for at, gradient in enumerate(gradients):
             reached = fast.reaches(gradient)
-            places[gradient.device, reached].append(at)
-        for (device, reached), own in places.items():
+            share = () if shares is None else shares[at]
+            places[gradient.device, reached, share].append(at)
+        for (device, reached, share), own in places.items():
             launcher = fast.launcher(captured) if reached else None
             is_dense = all(_is_dense(gradients[at]) for at in own)
-            self.groups.append(Group(device, own, launcher, is_dense))
+            self.groups.append(Group(device, own, launcher, is_dense, share))
         self._whole = len(self.groups) == 1
 
-    def fits(self, gradients: list[Any]) -> bool:
-        """Whether gradients are still laid out so."""
-        return self._layout.fits(gradients)
+    def fits(
+        self, gradients: list[Any], shares: list[tuple[int, ...]] | None = None
+    ) -> bool:
+        """Whether gradients are still laid out and spread so."""
+        return self._shares == shares and self._layout.fits(gradients)
 
     def measure(
         self, gradients: list[Any], scale: Any, inverse: Any, request: Request
@@ -95,14 +111,24 @@ class Sorted:
             inverse: The inverse; `None` to take it of the scale.
             request: What is wanted.
         """
+        device = (inverse if scale is None else scale).device
+        buffers = self.parts(gradients, scale, inverse, request)
+        return self.together(buffers, device, request)
+
+    def parts(
+        self, gradients: list[Any], scale: Any, inverse: Any, request: Request
+    ) -> list[Any]:
+        """Return the buffer of the verdict on each group.
+
+        Where there are several, nothing is clipped yet: that takes the norm of all.
+        """
         known = inverse if scale is None else scale
         part = request
         if not self._whole:
             part = request._replace(
                 max_norm=math.inf, with_norm=request.wants_norm, with_amax=True
             )
-        buffers, order = [], []
-        found: dict[Any, Any] = {}
+        buffers = []
         for group in self.groups:
             own = self._own(group, gradients)
             if group.launcher is not None:
@@ -113,20 +139,32 @@ class Sorted:
             else:
                 buffer = _eagerly(own, group.device, scale, inverse, part)
             buffers.append(buffer)
-            order += group.places
-            flag = buffer[FOUND]
-            before = found.get(group.device)
-            found[group.device] = flag if before is None else torch.max(before, flag)
-        if self._whole:
-            return buffers[0], found
-        buffer = eager.combine(buffers, known.device, request)
-        for flag in found.values():  # the norm of all may be what is not finite
-            torch.maximum(flag, buffer[FOUND].to(flag.device), out=flag)
-        # The tensors stand in the order of their groups.
-        back = self._back(order, known.device)
-        return torch.cat([buffer[:HEADER], buffer[HEADER:][back]]), found
+        return buffers
 
-    def _back(self, order: list[int], device: Any) -> Any:
+    def together(
+        self, buffers: list[Any], device: Any, request: Request
+    ) -> tuple[Any, dict[Any, Any]]:
+        """Return what the verdicts on all groups come to, and each device's flag."""
+        if self._whole:
+            return buffers[0], {self.groups[0].device: buffers[0][FOUND]}
+        return self.in_order(eager.combine(buffers, device, request))
+
+    def in_order(self, buffer: Any) -> tuple[Any, dict[Any, Any]]:
+        """Return a buffer with its tensors in their own order, and the flags.
+
+        In what `combine` returns they stand in the order of their groups.
+        """
+        if not self._whole:
+            back = self._back(buffer.device)
+            buffer = torch.cat([buffer[:HEADER], buffer[HEADER:][back]])
+        # Each device has a flag of its own, which others may write to.
+        flags = {
+            device: buffer[FOUND].to(device, copy=True)
+            for device in {group.device: None for group in self.groups}
+        }
+        return buffer, flags
+
+    def _back(self, device: Any) -> Any:
         """Return where each gradient is in the order of the groups."""
         if device not in self._orders:
             if capturing(device):
@@ -135,6 +173,7 @@ class Sorted:
                     "them is being captured in a CUDA graph. Take a step before that."
                 )
                 raise ContextError(message)
+            order = [at for group in self.groups for at in group.places]
             self._orders[device] = torch.tensor(order).argsort().to(device)
         return self._orders[device]
 

@@ -36,6 +36,36 @@ _asks: Any = WeakKeyDictionary()
 """What is known of the signatures of steps; to look at one takes longer than a step."""
 
 
+def is_watched(optimizer: Any) -> bool:
+    """Whether somebody takes a call of the optimizer's step for a step taken.
+
+    Accelerate replaces the method for the time of the step and asks afterwards whether
+    it was called. A fused optimizer is always called, so its skipped steps count as
+    taken, and the schedule goes on (Accelerate issue 4242). Such a step is held back on
+    the host instead. That waits for the flag, once a step: Accelerate wants to know
+    before the next one.
+    """
+    step = vars(optimizer).get("step") if hasattr(optimizer, "__dict__") else None
+    return getattr(step, "__module__", None) == "accelerate.optimizer"
+
+
+def inner(optimizer: Any) -> Any:
+    """Return the optimizer that is stepped in the end.
+
+    The wrappers of some packages give the scaler the one inside. Gradients that were
+    unscaled or clipped under the wrapper's name would be unscaled again.
+    """
+    while type(optimizer).__module__.partition(".")[0] in _WRAPPING:
+        if not hasattr(optimizer, "optimizer"):
+            break
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+_WRAPPING = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+"""The packages whose optimizers have a torch optimizer in them, as `optimizer`."""
+
+
 @contextmanager
 def handed_over(optimizer: Any, divisor: Any, found: Any) -> Iterator[None]:
     """Lend an optimizer the two tensors for one step.

@@ -65,6 +65,15 @@ class Iteration:
 class Keeping(torch.amp.GradScaler):
     """The settings and the state of a scaler."""
 
+    _unpickled: tuple[str, ...] = (
+        "_book",
+        "_sorted",
+        "_schedulers",
+        "_shelf",
+        "_captured",
+    )
+    """What `_open` makes."""
+
     def __init__(
         self,
         device: str,
@@ -260,7 +269,7 @@ class Keeping(torch.amp.GradScaler):
             state["_rule"] = Rule(self._rule.policy, wide=self._given_policy is None)
         state["_history"] = self._history.emptied()
         state["_names"] = None
-        for name in ("_book", "_sorted", "_schedulers", "_shelf", "_captured"):
+        for name in self._unpickled:
             del state[name]
         return state
 

@@ -8,20 +8,21 @@ book of the iteration.
 """
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.amp.grad_scaler import OptState
 
 from lossscale.torch import eager
+from lossscale.torch.agreeing import Agreeing
 from lossscale.torch.eager import Request
 from lossscale.torch.gradients import Sorted, collected, inverse_of, parameters
-from lossscale.torch.keeping import Keeping
+from lossscale.torch.sharding import settle
 from lossscale.torch.steps import Part, name_of, weakly
 from lossscale.torch.verdict import Verdict
 
 
-class Looking(Keeping):
+class Looking(Agreeing):
     """Looks at the gradients of optimizers."""
 
     def _ready(self, optimizer: Any) -> dict[str, Any]:
@@ -45,6 +46,12 @@ class Looking(Keeping):
 
     def _gradients(self, optimizer: Any) -> tuple[Sorted | None, list[Any]]:
         """Return an optimizer's gradients and how they are sorted; `None` if none."""
+        plan = self._plan(optimizer)
+        shares = None
+        if plan is not None:
+            every = parameters(optimizer)
+            settle(every)
+            shares = plan.shares(every)
         gradients = collected(optimizer)
         if not gradients:
             return None, gradients
@@ -52,8 +59,8 @@ class Looking(Keeping):
             known = self._sorted.get(optimizer)
         except TypeError:  # nothing to remember it by
             known = None
-        if known is None or not known.fits(gradients):
-            known = Sorted(gradients, self._captured)
+        if known is None or not known.fits(gradients, shares):
+            known = Sorted(gradients, self._captured, shares)
             with suppress(TypeError):
                 self._sorted[optimizer] = known
         if known.sparse:
@@ -84,8 +91,36 @@ class Looking(Keeping):
             gathered: What `_gradients` returned, if it was asked already.
         """
         known, gradients = gathered or self._gradients(optimizer)
-        if known is None:
+        plan = self._plan(optimizer)
+        if known is None and plan is None:
             return self._nothing(optimizer)
+        if known is not None:
+            self._refuse(optimizer, known, allow_fp16=allow_fp16)
+        if self._measure_norm:
+            request = request._replace(with_norm=True)
+        if self._enabled and not self._rule.is_ours:
+            request = request._replace(with_norm=True, with_amax=True)
+        carried = (self._scale if inverse is None else None), inverse
+        try:
+            if known is not None and known.foreign:
+                found = self._look_as_torch(optimizer, request, inverse)
+                return self._agree_on_flags(plan, found)
+            if plan is not None:
+                buffer, found = self._measure(plan, known, gradients, carried, request)
+            else:
+                buffer, found = cast("Sorted", known).measure(
+                    gradients, *carried, request
+                )
+                self._with_loss(found)
+        except BaseException:
+            if request.write:
+                self._give_up(optimizer)
+            raise
+        self._keep(optimizer, buffer, gradients)
+        return found
+
+    def _refuse(self, optimizer: Any, known: Sorted, *, allow_fp16: bool) -> None:
+        """Raise for gradients that must not be looked at as they are."""
         if known.half and not allow_fp16:
             self._refuse_half(optimizer, known)
         if known.overlapping:
@@ -95,17 +130,17 @@ class Looking(Keeping):
                 "performing the operation. (It is a gradient that was expanded.)"
             )
             raise RuntimeError(message)
-        if known.foreign:
-            return self._look_as_torch(optimizer, request, inverse)
-        if self._measure_norm:
-            request = request._replace(with_norm=True)
-        if self._enabled and not self._rule.is_ours:
-            request = request._replace(with_norm=True, with_amax=True)
-        scale = self._scale if inverse is None else None
-        buffer, found = known.measure(gradients, scale, inverse, request)
-        self._with_loss(found)
-        self._keep(optimizer, buffer, gradients)
-        return found
+
+    def _give_up(self, optimizer: Any) -> None:
+        """Have gradients never unscaled again that may have been, in part or in full.
+
+        Another rank did not answer, or a device failed. There is no flag, so `step`
+        and `update` refuse; weights and scale are as before.
+        """
+        state = self._per_optimizer_states.get(id(optimizer))
+        if state is not None:
+            state["stage"] = OptState.UNSCALED
+            state["found_inf_per_device"] = {}
 
     def _with_loss(self, found: dict[Any, Any]) -> dict[Any, Any]:
         """Have a loss that was not finite skip the step as well."""
@@ -144,7 +179,7 @@ class Looking(Keeping):
     def _look_as_torch(
         self, optimizer: Any, request: Request, inverse: Any
     ) -> dict[Any, Any]:
-        """Leave tensors of a kind of their own, such as DTensor, to torch."""
+        """Leave tensors of a kind of their own to torch."""
         device = (self._scale if inverse is None else inverse).device
         zero = torch.zeros((), dtype=torch.float32, device=device)
         if not request.write:
@@ -194,7 +229,11 @@ class Looking(Keeping):
             flags = super()._check_inf_per_device(optimizer)
         found = self._look(optimizer, Request(), allow_fp16=True)
         for device, flag in flags.items():
-            torch.maximum(found[device], flag.reshape(()), out=found[device])
+            # A device may have no gradient that anybody but the optimizer knows of.
+            own = found.setdefault(device, flag.reshape(()))
+            torch.maximum(own, flag.reshape(()), out=own)
+        if flags:
+            found = self._agree_on_flags(self._plan(optimizer), found)
         state["found_inf_per_device"] = found
         return found
 

@@ -177,7 +177,11 @@ def _is(stepped: Any, optimizer: Any) -> bool:
 
     Some packages step a wrapper, and hand the wrapped one to the scheduler.
     """
-    return stepped is optimizer or getattr(stepped, "optimizer", None) is optimizer
+    return (
+        stepped is optimizer
+        or getattr(stepped, "optimizer", None) is optimizer
+        or (stepped is not None and getattr(optimizer, "optimizer", None) is stepped)
+    )
 
 
 Observer = Callable[[StepReport], object]

@@ -82,6 +82,8 @@ class Verdict:
         self.buffer[FOUND] = torch.maximum(self.buffer[FOUND], found)
         own = tops if self._places is None else tops[self._places]
         own = own.to(self.buffer.device)
+        if not len(own):  # a rank that has no gradient
+            return
         self.buffer[AMAX] = torch.where(own.isfinite(), own, 0.0).amax()
         self.buffer[NAN] = torch.maximum(self.buffer[NAN], own.isnan().any().float())
         self.buffer[HEADER:] = torch.maximum(self.buffer[HEADER:], own)

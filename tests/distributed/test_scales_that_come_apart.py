@@ -1,0 +1,119 @@
+"""Ranks with different scales: an error on all of them, which says who has what."""
+
+import pytest
+
+
+def step_apart(kind, path):
+    """Give rank 1 another state than the others; return the error and what is left."""
+    import torch
+
+    from lossscale.core.errors import DriftError
+    from lossscale.torch import GradScaler
+
+    world = torch.distributed.group.WORLD
+    rank = torch.distributed.get_rank()
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=path == "fused")
+    scaler = GradScaler(
+        "cpu",
+        init_scale=8.0,
+        process_group=world,
+        sharded=world if path == "sum" else None,
+    )
+    state = scaler.state_dict()
+    if rank == 1:
+        state |= {"scale": 16.0} if kind == "scale" else {"_growth_tracker": 5}
+    scaler.load_state_dict(state)
+    scaler.scale(weight.sum()).backward()
+    try:
+        if path == "sum":
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+    except DriftError as error:
+        after = scaler.state_dict()
+        same = all(after[name] == value for name, value in state.items())
+        return str(error), weight.tolist(), same
+    return "no error", weight.tolist(), True
+
+
+@pytest.mark.parametrize("path", ["host", "fused", "sum"])
+def test_another_scale_on_one_rank_is_an_error_on_every_rank(four_ranks, path):
+    for message, weight, same in four_ranks.run(step_apart, "scale", path):
+        assert (
+            "ranks 0, 2, 3: scale 8, 0 clean steps; rank 1: scale 16, 0 clean steps"
+        ) in message
+        assert [1.0, 1.0] == weight
+        assert same
+
+
+@pytest.mark.parametrize("path", ["host", "fused", "sum"])
+def test_another_count_towards_growth_is_an_error_before_the_scales_part(
+    four_ranks, path
+):
+    for message, weight, same in four_ranks.run(step_apart, "count", path):
+        assert "rank 1: scale 8, 5 clean steps" in message
+        assert [1.0, 1.0] == weight
+        assert same
+
+
+def step_in_a_grid():
+    """Have one rank of a 2 x 2 mesh come apart; return the errors."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lossscale.core.errors import DriftError
+    from lossscale.torch import GradScaler
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    first = 4.0 if torch.distributed.get_rank() == 3 else 8.0
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=first, meshes=mesh)
+    scaler.scale(weight.sum()).backward()
+    try:
+        scaler.step(optimizer)
+    except DriftError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_share_no_group_with_it_are_told_as_well(four_ranks):
+    for message in four_ranks.run(step_in_a_grid):
+        assert (
+            "ranks 0, 1, 2: scale 8, 0 clean steps; rank 3: scale 4, 0 clean steps"
+        ) in message
+
+
+def marks_of_sums(seed):
+    """Compare random marks by sums, as SUM does it; return the wrong answers."""
+    import random
+
+    import torch
+
+    from lossscale.torch.agreement import Found, agree
+    from lossscale.torch.ranks import Plan, declared
+
+    world = torch.distributed.group.WORLD
+    plan = Plan(declared(world, None, world), [])
+    rank = torch.distributed.get_rank()
+    random = random.Random(seed)
+    wrong = []
+    zero = torch.zeros((), dtype=torch.float64)
+    for _ in range(200):
+        base = random.choice([0, 1, 2**16, 2**32 - 1, random.randrange(2**32)])
+        marks = [base] * 4
+        if random.random() < 0.7:
+            step = random.choice([1, 2**16, 2**16 - 1, 2**16 + 1, 2**31, 7])
+            # Patterns whose mean is the mark of some rank, too.
+            for at in range(random.randrange(1, 4)):
+                marks[at] = (base + random.choice([-1, 1]) * step) % 2**32
+        found = Found(zero, zero, zero, zero, zero, {})
+        mark = torch.tensor(float(marks[rank]), dtype=torch.float64)
+        agreed = agree(plan, found, mark, largest=False, add_up=True)
+        if bool(agreed.drifted) != (len(set(marks)) > 1):
+            wrong.append(marks)
+    return wrong
+
+
+def test_sums_tell_any_difference_on_every_rank(four_ranks):
+    assert [[]] * 4 == four_ranks.run(marks_of_sums, 0)

@@ -1,0 +1,106 @@
+"""Real processes that talk over gloo, kept alive from one test to the next.
+
+A case is a function at the top of a test file. It runs on every rank and returns what
+the test looks at, plain numbers and lists; `Pool.run` returns those of all ranks.
+"""
+
+import importlib.util
+import multiprocessing
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+PATIENCE = timedelta(seconds=60)
+
+
+class Pool:
+    """As many processes as there are ranks, in one process group."""
+
+    def __init__(self, ranks):
+        self._folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        self._ends, self.processes = [], []
+        for rank in range(ranks):
+            here, there = context.Pipe()
+            store = str(Path(self._folder.name) / "store")
+            process = context.Process(
+                target=_work, args=(rank, ranks, store, there, sys.path), daemon=True
+            )
+            process.start()
+            there.close()
+            self._ends.append(here)
+            self.processes.append(process)
+
+    def run(self, case, *arguments, but=()):
+        """Run a case on every rank; return the results in order, or raise.
+
+        Args:
+            case: A function at the top of a file.
+            *arguments: What every rank is given.
+            but: Ranks that will not answer.
+        """
+        place = case.__code__.co_filename, case.__name__, arguments
+        for end in self._ends:
+            end.send(place)
+        answers = [
+            None if rank in but else self._answer(rank)
+            for rank in range(len(self._ends))
+        ]
+        broken = [
+            f"rank {rank}:\n{answer[1]}"
+            for rank, answer in enumerate(answers)
+            if answer is not None and answer[0] == "raised"
+        ]
+        if broken:
+            raise AssertionError("\n".join(broken))
+        return [answer and answer[1] for answer in answers]
+
+    def _answer(self, rank):
+        end = self._ends[rank]
+        if not end.poll(3 * PATIENCE.total_seconds()):
+            return "raised", "no answer"
+        try:
+            return end.recv()
+        except EOFError:
+            return "raised", "the process is gone"
+
+    def close(self):
+        for end in self._ends:
+            with suppress(OSError):
+                end.send(None)
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+
+def _work(rank, ranks, store, end, path):
+    """Be one rank: run what is asked for until nothing is."""
+    sys.path[:] = path
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=PATIENCE,
+    )
+    files = {}
+    while (place := end.recv()) is not None:
+        file, name, arguments = place
+        try:
+            if file not in files:
+                spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+                files[file] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(files[file])
+            torch.manual_seed(0)
+            end.send(("returned", getattr(files[file], name)(*arguments)))
+        except BaseException:  # noqa: BLE001  # the test's process will raise it
+            end.send(("raised", traceback.format_exc()))
+    torch.distributed.destroy_process_group()
