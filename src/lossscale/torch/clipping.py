@@ -17,7 +17,7 @@ from lossscale.core import checks
 from lossscale.core.errors import SettingError
 from lossscale.torch import handover
 from lossscale.torch.eager import Request
-from lossscale.torch.gradients import parameters
+from lossscale.torch.gradients import collected, parameters
 from lossscale.torch.verdict import DIVISOR, NORM
 
 _LOOKS = ("_unscale_grads_", "unscale_", "_check_inf_per_device")
@@ -50,8 +50,11 @@ def clip(scaler: Any, optimizer: Any, max_norm: float, norm_type: float) -> Any:
         )
         raise RuntimeError(message)
     if state["stage"] is OptState.READY:
+        has_sum = id(optimizer) in scaler._iteration.sums
+        if not has_sum and nothing_to_clip(scaler, optimizer):
+            return torch.zeros((), device=scaler._scale.device)
         alone = not any(map(scaler._overrides, _LOOKS))
-        if alone and id(optimizer) not in scaler._iteration.sums:
+        if alone and not has_sum:
             norm = _in_one_read(scaler, optimizer, state, max_norm, norm_type)
             if norm is not None:
                 return norm
@@ -60,6 +63,16 @@ def clip(scaler: Any, optimizer: Any, max_norm: float, norm_type: float) -> Any:
     if plan is not None:
         return _over_ranks(scaler, optimizer, plan, max_norm, norm_type)
     return unscaled(optimizer, max_norm, norm_type)
+
+
+def nothing_to_clip(scaler: Any, optimizer: Any) -> bool:
+    """Whether there is no gradient, here or on a rank that waits for this one.
+
+    Then nothing counts as unscaled: the gradients may come later.
+    """
+    if collected(optimizer) or any(map(scaler._overrides, _LOOKS)):
+        return False
+    return scaler._plan(optimizer) is None
 
 
 def unscaled(optimizer: Any, max_norm: float, norm_type: float) -> Any:
@@ -95,8 +108,7 @@ def _in_one_read(
 ) -> Any:
     """Return the norm of scaled gradients that are now clipped; `None` if not so."""
     gathered = known, gradients = scaler._gradients(optimizer)
-    alone = scaler._plan(optimizer) is None
-    if (known is None and alone) or (known is not None and known.foreign):
+    if known is not None and known.foreign:
         return None
     takes_divisor = handover.takes_scale(optimizer)
     takes_divisor = takes_divisor and not handover.takes_scaler(optimizer)

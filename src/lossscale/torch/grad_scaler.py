@@ -328,8 +328,9 @@ class GradScaler(DropIn):
             norm_type: 2, or infinity for the largest magnitude.
 
         Returns:
-            The norm of the unscaled gradients before clipping, on their device. If
-            they are not finite it is infinite or NaN, and the step will be skipped.
+            The norm of the unscaled gradients before clipping, on their device; 0 if
+            there are none. If they are not finite it is infinite or NaN, and the step
+            will be skipped.
 
         Raises:
             SettingError: If `max_norm` is not positive, or the norm is another one.
@@ -337,8 +338,10 @@ class GradScaler(DropIn):
         max_norm, norm_type = clipping.checked(max_norm, norm_type)
         if not self._enabled:
             return clipping.unscaled(optimizer, max_norm, norm_type)
-        self._check_scale_growth_tracker("clip_grad_norm_")
         optimizer = handover.inner(optimizer)
+        if self._scale is None and clipping.nothing_to_clip(self, optimizer):
+            return torch.zeros(())
+        self._check_scale_growth_tracker("clip_grad_norm_")
         return clipping.clip(self, optimizer, max_norm, norm_type)
 
     @uncompiled
