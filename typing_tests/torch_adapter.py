@@ -88,6 +88,9 @@ optimizer.minimize(lambda: loss)
 optimizer.load_state_dict(optimizer.state_dict())
 groups: list[dict[str, Any]] = optimizer.param_groups
 
+sharded: ls.GradScaler = ls.ShardedGradScaler("cpu", 8.0, 0.5, 2.0, 100, True, None)
+ls.GradScaler("cpu", process_group=[], meshes=None, sharded=None)
+
 ls.GradScaler("cpu", policy=8.0)  # type: ignore[arg-type]
 ls.GradScaler("cpu", 8.0, 2.0, 0.5, 100, True, Dynamic())  # type: ignore[call-arg]
 ls.GradScaler("cpu", init_scale="8")  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ the test looks at, plain numbers and lists; `Pool.run` returns those of all rank
 
 import importlib.util
 import multiprocessing
+import os
 import sys
 import tempfile
 import traceback
@@ -19,7 +20,14 @@ PATIENCE = timedelta(seconds=60)
 class Pool:
     """As many processes as there are ranks, in one process group."""
 
-    def __init__(self, ranks):
+    def __init__(self, ranks, *, launched=False):
+        """Start the processes.
+
+        Args:
+            ranks: How many.
+            launched: Whether they have the variables that torchrun gives to processes,
+                by which packages know what they are.
+        """
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         self._ends, self.processes = [], []
@@ -27,7 +35,9 @@ class Pool:
             here, there = context.Pipe()
             store = str(Path(self._folder.name) / "store")
             process = context.Process(
-                target=_work, args=(rank, ranks, store, there, sys.path), daemon=True
+                target=_work,
+                args=(rank, ranks, store, there, sys.path, launched),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -78,9 +88,37 @@ class Pool:
         self._folder.cleanup()
 
 
-def _work(rank, ranks, store, end, path):
+def local(tensor):
+    """Return the part of a tensor that this rank has: all of it, or a DTensor's."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def break_gradient(parameters, rank=1):
+    """Put an infinity into a gradient of one rank, behind the backs of the others."""
+    import torch
+
+    if torch.distributed.get_rank() != rank:
+        return
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    next(part for part in gradients if part.numel()).view(-1)[0] = torch.inf
+
+
+def _work(rank, ranks, store, end, path, launched):
     """Be one rank: run what is asked for until nothing is."""
     sys.path[:] = path
+    if launched:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            GROUP_RANK="0",
+            WORLD_SIZE=str(ranks),
+            LOCAL_WORLD_SIZE=str(ranks),
+            # Nobody connects: the process group is there already.
+            MASTER_ADDR="localhost",
+            MASTER_PORT="1",
+            OMP_NUM_THREADS="1",
+            TORCHELASTIC_RUN_ID="tests",
+        )
     import torch
 
     torch.set_num_threads(1)

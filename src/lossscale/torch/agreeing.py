@@ -46,12 +46,12 @@ class Agreeing(Keeping):
         """Return which ranks decide about an optimizer; `None` if this one alone."""
         if not self._declared.agreeing and dtensor_class() is None:
             return None
-        every = parameters(optimizer)
         plan: Plan | None = None
         with suppress(TypeError):  # nothing to remember it by
             plan = self._plans.get(optimizer)
-        if plan is None or plan.parameters != len(every):
-            plan = Plan(self._declared, every)
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if plan is None or plan.parameters != count:
+            plan = Plan(self._declared, parameters(optimizer))
             with suppress(TypeError):
                 self._plans[optimizer] = plan
         return plan if plan.groups else None

@@ -19,7 +19,7 @@ from lossscale.torch import eager, fast
 from lossscale.torch.devices import capturing
 from lossscale.torch.eager import LIMITS, Request
 from lossscale.torch.layouts import Layout
-from lossscale.torch.sharding import local
+from lossscale.torch.sharding import dtensor_class, local
 from lossscale.torch.verdict import FACTOR, FOUND, HEADER
 
 
@@ -28,12 +28,16 @@ def collected(optimizer: Any) -> list[Any]:
 
     Of a DTensor it is the part that is on this rank.
     """
-    return [
-        local(gradient)
+    gradients = [
+        gradient
         for group in optimizer.param_groups
         for parameter in group["params"]
         if (gradient := parameter.grad) is not None
     ]
+    kind = dtensor_class()
+    if kind is None or not any(issubclass(k, kind) for k in set(map(type, gradients))):
+        return gradients
+    return list(map(local, gradients))
 
 
 def parameters(optimizer: Any) -> list[Any]:
