@@ -6,6 +6,7 @@ gloo reduces CUDA tensors as well, and lets two ranks share a GPU, which NCCL do
 Every case runs on both ranks and raises if it fails.
 """
 
+# ruff: noqa: T201  # a script prints
 import math
 import os
 import socket
@@ -95,16 +96,14 @@ def raises_late_on_all(path):
     step(path, weight, optimizer, scaler)
     if dist.get_rank() == 1:
         scaler.update(32.0)
-    raised, before = None, weight.detach().clone()
-    for at in range(5):
-        try:
+    before, taken = weight.detach().clone(), []
+    try:
+        for at in range(5):
             step(path, weight, optimizer, scaler)
-        except DriftError as error:
-            raised = at, str(error)
-            break
-    check(raised is not None, "no error")
-    check(raised[0] == 2, f"raised at step {raised[0]}")
-    check("rank 1" in raised[1], raised[1])
+            taken.append(at)
+    except DriftError as error:
+        check("rank 1" in str(error), str(error))
+    check(taken == [0, 1], f"steps before the error: {taken}")
     check(torch.equal(before, weight), "a step was taken")
 
 
