@@ -3,7 +3,7 @@
 
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -20,10 +20,18 @@ def describe(*packages: str) -> dict[str, str]:
             if line.startswith("model name")
         ]
         cpu = names[0] if names else cpu
-    found = {name: version(name) for name in ("lossscale", *packages)}
+    found = {name: _version(name) for name in ("lossscale", *packages)}
     return {
         "cpu": cpu,
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),
         **found,
     }
+
+
+def _version(name: str) -> str:
+    """Return the version of a package; where it runs from its source it has none."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "from source"

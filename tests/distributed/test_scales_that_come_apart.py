@@ -90,7 +90,7 @@ def marks_of_sums(seed):
 
     import torch
 
-    from lossscale.torch.agreement import Found, agree
+    from lossscale.torch.agreement import Found, OnDevice, OnHost, agree
     from lossscale.torch.ranks import Plan, declared
 
     world = torch.distributed.group.WORLD
@@ -98,18 +98,20 @@ def marks_of_sums(seed):
     rank = torch.distributed.get_rank()
     random = random.Random(seed)
     wrong = []
-    zero = torch.zeros((), dtype=torch.float64)
-    for _ in range(200):
+    for at in range(200):
         base = random.choice([0, 1, 2**16, 2**32 - 1, random.randrange(2**32)])
         marks = [base] * 4
         if random.random() < 0.7:
             step = random.choice([1, 2**16, 2**16 - 1, 2**16 + 1, 2**31, 7])
             # Patterns whose mean is the mark of some rank, too.
-            for at in range(random.randrange(1, 4)):
-                marks[at] = (base + random.choice([-1, 1]) * step) % 2**32
+            for other in range(random.randrange(1, 4)):
+                marks[other] = (base + random.choice([-1, 1]) * step) % 2**32
+        reckon, zero, mark = OnHost(), 0.0, float(marks[rank])
+        if at % 2:
+            reckon = OnDevice()
+            zero, mark = torch.tensor([zero, mark], dtype=torch.float64).unbind()
         found = Found(zero, zero, zero, zero, zero, {})
-        mark = torch.tensor(float(marks[rank]), dtype=torch.float64)
-        agreed = agree(plan, found, mark, largest=False, add_up=True)
+        agreed = agree(plan, found, mark, reckon, largest=at % 3 == 0, add_up=True)
         if bool(agreed.drifted) != (len(set(marks)) > 1):
             wrong.append(marks)
     return wrong

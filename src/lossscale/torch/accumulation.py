@@ -14,7 +14,7 @@ from lossscale.core.errors import ContextError, GradientError
 from lossscale.torch.eager import LIMITS, Request
 from lossscale.torch.gradients import inverse_of, parameters
 from lossscale.torch.sharding import local, put_back
-from lossscale.torch.verdict import HEADER
+from lossscale.torch.verdict import AMAX, HEADER, NAN
 
 
 class Sum:
@@ -24,6 +24,8 @@ class Sum:
         self.batches = 0
         self.good = torch.zeros((), device=device)
         self.tops = torch.zeros(len(parameters(optimizer)), device=device)
+        self.everywhere: list[Any] = []
+        """Whether any rank had a NaN, and the largest magnitude, if ranks decide."""
         self._buffers: dict[int, Any] = {}
         """The sums; of a DTensor, of the part that is on this rank."""
 
@@ -92,10 +94,15 @@ def add(scaler: Any, optimizer: Any) -> None:
     plan = scaler._plan(optimizer)
     if plan is not None:
         # A batch is dropped by all ranks or by none.
-        flag = scaler._agree(plan, bad=flag).bad.float()
+        own = torch.zeros(3, device=flag.device)
+        if buffer is not None:
+            own = torch.stack([flag, *(buffer[at].to(flag) for at in (NAN, AMAX))])
+        flag, *seen = scaler._agreed_flags(plan, own).unbind()
     total = iteration.sums.get(id(optimizer))
     if total is None:
         total = iteration.sums[id(optimizer)] = Sum(optimizer, scaler._scale.device)
+    if plan is not None:
+        total.everywhere = list(map(torch.maximum, total.everywhere or seen, seen))
     if iteration.loss is None:
         iteration.dropped.append(flag)
     else:
@@ -142,8 +149,13 @@ def finish(scaler: Any, optimizer: Any) -> None:
             "has. Call it after every backward."
         )
         raise ContextError(message)
-    total.give_back(optimizer)
-    scaler._judge_sum(optimizer, total)
+    try:
+        total.give_back(optimizer)
+        scaler._judge_sum(optimizer, total)
+    except BaseException:
+        # They carry no scale any more, and must not be unscaled again.
+        scaler._give_up(optimizer)
+        raise
 
 
 def _wide(gradient: Any) -> Any:

@@ -8,23 +8,25 @@ does not answer.
 """
 
 import math
-from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from lossscale.core.checks import FLOAT32_MAX
 from lossscale.core.errors import ContextError
 from lossscale.torch import agreement, eager
-from lossscale.torch.agreement import Agreed, Found
+from lossscale.torch.agreement import Agreed, Found, OnDevice, OnHost
 from lossscale.torch.devices import capturing
-from lossscale.torch.eager import Request
+from lossscale.torch.eager import EPSILON, Request
 from lossscale.torch.gradients import Sorted, parameters
 from lossscale.torch.keeping import Keeping
 from lossscale.torch.ranks import Declared, Plan, Share
 from lossscale.torch.sharding import dtensor_class
-from lossscale.torch.verdict import AMAX, FOUND, HEADER, NAN, NORM
+from lossscale.torch.verdict import AMAX, FOUND, HEADER, NAN, NORM, SCALE
 
 _LATE = 2
 """After so many looks the host asks a device whether the ranks had come apart. Every
@@ -35,12 +37,11 @@ class Agreeing(Keeping):
     """Decides together with other ranks."""
 
     _declared = Declared()
-    _unpickled = (*Keeping._unpickled, "_plans", "_marks")
+    _unpickled = (*Keeping._unpickled, "_plans")
 
     def _open(self) -> None:
         super()._open()
         self._plans: Any = WeakKeyDictionary()
-        self._marks: deque[tuple[Plan, Any, Any]] = deque()
 
     def _plan(self, optimizer: Any) -> Plan | None:
         """Return which ranks decide about an optimizer; `None` if this one alone."""
@@ -49,8 +50,7 @@ class Agreeing(Keeping):
         plan: Plan | None = None
         with suppress(TypeError):  # nothing to remember it by
             plan = self._plans.get(optimizer)
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if plan is None or plan.parameters != count:
+        if plan is None or not plan.fits(optimizer.param_groups):
             plan = Plan(self._declared, parameters(optimizer))
             with suppress(TypeError):
                 self._plans[optimizer] = plan
@@ -76,101 +76,124 @@ class Agreeing(Keeping):
         scale, inverse = carried
         device = (inverse if scale is None else scale).device
         spread = request.wants_norm and bool(plan.adding)
-        by_sum = spread and request.norm_type != math.inf
-        part = request._replace(max_norm=math.inf, with_norm=True)
-        if known is None:
-            buffers = [eager.nothing(scale, inverse)]
-        else:
-            buffers = known.parts(
-                gradients, scale, inverse, part if spread else request
-            )
-        if not spread and known is not None:
-            buffer, found = known.together(buffers, device, request)
-        else:
-            buffer, found = None, {}
-        headers = [buffer] if buffer is not None else buffers
-        local = torch.stack([one[:HEADER].to(device) for one in headers]).double()
-        squares: dict[Share, Any] = {}
-        if by_sum:
-            shares = [()] if known is None else [group.share for group in known.groups]
-            for share, square in zip(shares, local[:, NORM].square(), strict=True):
-                squares[share] = squares.get(share, 0.0) + square
-        norms = local[:, NORM]
-        peak = torch.where(norms.isfinite(), norms, 0.0).amax()
-        largest = local.amax(0)
+        # By the request alone: other ranks of a group may have nothing to add up.
+        add_up = request.wants_norm and request.norm_type != math.inf
+        reckon = agreement.reckoning(device)
+        buffer, headers = None, [eager.nothing(scale, inverse)]
+        found: dict[Any, Any] = {}
+        if known is not None:
+            wanted = request
+            if spread:  # nothing is clipped before the norm of all is known
+                wanted = request._replace(max_norm=math.inf, with_norm=True)
+            headers = known.parts(gradients, scale, inverse, wanted)
+            if not spread:
+                buffer, found = known.together(headers, device, request)
+        parts = headers if buffer is None else [buffer]
+        rows = [reckon.numbers(one[:HEADER].to(device)) for one in parts]
+        peak = _largest(rows, NORM, reckon)  # one that is infinite has set the flag
         agreed = self._agree(
             plan,
-            bad=largest[FOUND],
-            nan=largest[NAN],
-            amax=largest[AMAX],
-            peak=peak if spread and not by_sum else None,
-            squares=squares if by_sum else None,
+            reckon,
+            bad=_largest(rows, FOUND, reckon),
+            nan=_largest(rows, NAN, reckon),
+            amax=_largest(rows, AMAX, reckon),
+            peak=peak if request.wants_norm and not add_up else None,
+            squares=_squares(known, rows, spread=spread) if add_up else None,
+            too_large=partial(_too_large, rows[0][SCALE], request, reckon),
         )
+        bad, nan, amax, norm = (
+            reckon.tensor(number, device)
+            for number in (agreed.bad, agreed.nan, agreed.amax, agreed.peak)
+        )
+        norm = torch.where(bad != 0, math.inf, norm)
+        norm = torch.where(nan != 0, math.nan, norm)
         if buffer is not None:
-            answer = torch.stack([agreed.bad, agreed.nan, agreed.amax])
+            answer = torch.stack([bad, nan, amax])
             buffer[:NORM] = answer.to(buffer.device, torch.float32)
             for flag in found.values():
                 flag.copy_(buffer[FOUND])
-            return buffer, found
-        norm = None
-        if by_sum:
-            norm = agreed.squares[()].sqrt()
-        elif spread:
-            norm = torch.where(agreed.bad != 0, math.inf, agreed.peak)
-            norm = torch.where(agreed.nan != 0, math.nan, norm)
-        buffer = eager.combine(
-            buffers, device, request, (agreed.bad, agreed.nan, agreed.amax, norm)
-        )
-        if known is None:
-            return buffer, {buffer.device: buffer[FOUND]}
-        return known.in_order(buffer)
+        else:
+            own = reckon.tensor(agreed.squares[()], device).sqrt() if add_up else norm
+            buffer = eager.combine(
+                headers, device, request, (bad, nan, amax, own if spread else None)
+            )
+            found = {device: buffer[FOUND]}
+            if known is not None:
+                buffer, found = known.in_order(buffer)
+        if request.wants_norm and not self._rule.is_ours:
+            # A policy is told the same on all ranks, whatever each of them has.
+            buffer[NORM] = norm.to(buffer)
+        return buffer, found
 
     def _agree(
         self,
         plan: Plan,
+        reckon: OnHost | OnDevice,
         *,
         bad: Any,
         nan: Any = None,
         amax: Any = None,
         peak: Any = None,
         squares: dict[Any, Any] | None = None,
+        too_large: Callable[[Any], Any] = lambda norm: 0.0 * norm,
     ) -> Found:
         """Return what all ranks have found, from what this one has.
 
         Args:
             plan: The ranks.
+            reckon: What kind of numbers these are.
             bad: Whether the step must be skipped.
             nan: Whether a gradient is NaN.
             amax: The largest magnitude.
             peak: The norm, where it is the largest magnitude.
             squares: The sums of squares, where they are to be added up.
+            too_large: Returns 1.0 if a norm makes the step a bad one.
         """
-        bad = bad.double()
-        zero = torch.zeros_like(bad)
-        loss = self._iteration.loss
-        lost = zero if loss is None else loss.double().to(bad.device)
+        zero = mark = 0.0 * bad
+        loss, lost = self._iteration.loss, zero
+        if loss is not None:
+            (lost,) = reckon.numbers(loss)
         found = Found(
-            torch.maximum(bad, lost),
+            reckon.where(lost > bad, lost, bad),
             zero if nan is None else nan,
             zero if amax is None else amax,
             lost,
             zero if peak is None else peak,
             squares or {},
         )
-        mark = zero
         if self._scale is not None:
-            mark = agreement.mark_of(self._scale, self._growth_tracker).to(bad.device)
+            mark = agreement.mark_of(self._scale, self._growth_tracker, reckon)
         agreed = agreement.agree(
             plan,
             found,
             mark,
+            reckon,
             largest=not self._rule.is_ours,
             add_up=squares is not None,
+            too_large=too_large,
         )
         self._watch(plan, agreed)
         if self._rule.checks_loss:
-            self._iteration.loss = agreed.found.lost.float()
+            lost = reckon.tensor(agreed.found.lost, self._scale.device)
+            self._iteration.loss = lost.float()
         return agreed.found
+
+    def _agreed_flags(self, plan: Plan, flags: Any) -> Any:
+        """Return what all ranks have found, from a flag, or from the start of a header.
+
+        Args:
+            plan: The ranks.
+            flags: Whether to skip, whether there is a NaN, and the largest magnitude;
+                or the first of these alone.
+        """
+        reckon = agreement.reckoning(flags.device)
+        known = dict(zip(("bad", "nan", "amax"), reckon.numbers(flags), strict=False))
+        found = self._agree(plan, reckon, **known)
+        numbers = [
+            reckon.tensor(number, flags.device)
+            for number in (found.bad, found.nan, found.amax)
+        ]
+        return torch.stack(numbers).float()
 
     def _agree_on_flags(
         self, plan: Plan | None, found: dict[Any, Any]
@@ -178,8 +201,7 @@ class Agreeing(Keeping):
         """Return flags that all ranks share, from flags that somebody else made."""
         if plan is None:
             return found
-        agreed = self._agree(plan, bad=self._any(list(found.values())))
-        together = agreed.bad.float()
+        together = self._agreed_flags(plan, self._any(list(found.values())))[0]
         for flag in found.values():
             flag.copy_(together.expand_as(flag))
         return found or {together.device: together}
@@ -187,7 +209,7 @@ class Agreeing(Keeping):
     def _watch(self, plan: Plan, agreed: Agreed) -> None:
         """Raise if the ranks have come apart: at once, or when the host can know."""
         drifted = agreed.drifted
-        if drifted.device.type != "cuda":
+        if isinstance(drifted, bool) or drifted.device.type != "cuda":
             if bool(drifted):
                 self._raise_drift(plan)
             return
@@ -196,12 +218,18 @@ class Agreeing(Keeping):
         copy = drifted.to("cpu", non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(drifted.device))
-        self._marks.append((plan, copy, event))
-        if len(self._marks) > _LATE:
-            plan, copy, event = self._marks.popleft()
+        plan.late.append((copy, event))
+        if len(plan.late) > _LATE:
+            copy, event = plan.late.popleft()
             event.synchronize()
             if bool(copy):
                 self._raise_drift(plan)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> Any:
+        if self._scale is None and self._declared.agreeing:
+            # A pipeline stage without a loss has scaled nothing, and takes part.
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return super()._check_scale_growth_tracker(funcname)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled; raise if process groups were to be among it."""
@@ -215,5 +243,42 @@ class Agreeing(Keeping):
         return super().__getstate__()
 
     def _raise_drift(self, plan: Plan) -> None:
-        self._marks.clear()
+        plan.late.clear()
         agreement.raise_drift(plan, self._scale, self._growth_tracker)
+
+
+def _largest(rows: list[list[Any]], at: int, reckon: OnHost | OnDevice) -> Any:
+    """Return the largest number of a column, at least 0; NaN and infinity are none."""
+    top = 0.0 * rows[0][FOUND]
+    for row in rows:
+        above = (row[at] > top) & (row[at] < math.inf)
+        top = reckon.where(above, row[at], top)
+    return top
+
+
+def _squares(
+    known: Sorted | None, rows: list[list[Any]], *, spread: bool
+) -> dict[Share, Any]:
+    """Return the sums of squares by how the gradients are spread."""
+    shares: list[Share] = [()] * len(rows)
+    if spread and known is not None:
+        shares = [group.share for group in known.groups]
+    squares: dict[Share, Any] = {}
+    for share, row in zip(shares, rows, strict=True):
+        squares[share] = squares.get(share, 0.0) + row[NORM] * row[NORM]
+    return squares
+
+
+def _too_large(
+    scale: Any, request: Request, reckon: OnHost | OnDevice, norm: Any
+) -> Any:
+    """Return 1.0 if a norm leaves nothing to clip with, as `eager` says it; else 0.0.
+
+    Ranks outside of those that it was added up over have to know it too.
+    """
+    if request.max_norm == math.inf:
+        return 0.0 * scale
+    fits = norm <= FLOAT32_MAX
+    if request.in_optimizer:
+        fits = fits & (scale * (norm + EPSILON) <= FLOAT32_MAX * request.max_norm)
+    return reckon.where(fits, 0.0 * scale, 0.0 * scale + 1.0)

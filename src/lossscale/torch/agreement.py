@@ -11,7 +11,9 @@ that differ mean that the ranks have come apart: their gradients cannot be added
 more. Then no rank takes the step, and every one of them raises the same error.
 """
 
+import math
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ _MIX = 2654435761
 
 
 class Found(NamedTuple):
-    """What ranks have found: float64 numbers, of no dimension."""
+    """What ranks have found: Python numbers on a CPU, elsewhere float64 tensors."""
 
     bad: Any
     """1.0 if a step must be skipped, else 0.0."""
@@ -52,69 +54,151 @@ class Agreed(NamedTuple):
     """True if the ranks have come apart; they skip the step."""
 
 
+class OnHost:
+    """Lanes as Python numbers: where nothing is asynchronous they cost the least."""
+
+    @staticmethod
+    def where(condition: bool, first: Any, second: Any) -> Any:
+        """Return one of two numbers."""
+        return first if condition else second
+
+    @staticmethod
+    def numbers(tensor: Any) -> list[Any]:
+        """Return the numbers of a tensor, as they are reckoned with."""
+        listed: list[Any] = tensor.reshape(-1).tolist()
+        return listed
+
+    @staticmethod
+    def tensor(number: Any, _device: Any) -> Any:
+        """Return a number as a float64 tensor."""
+        return torch.tensor(number, dtype=torch.float64)
+
+    def reduced(self, lanes: list[Any], ranks: Ranks, operation: Any) -> list[Any]:
+        """Return lanes that were reduced over a group."""
+        cpu = torch.tensor(lanes, dtype=torch.float64)
+        return self.numbers(_reduced(cpu, ranks, operation))
+
+
+class OnDevice:
+    """Lanes as tensors of no dimension: the host waits for none of them."""
+
+    where = staticmethod(torch.where)
+
+    @staticmethod
+    def numbers(tensor: Any) -> list[Any]:
+        """Return the numbers of a tensor, as they are reckoned with."""
+        return list(tensor.reshape(-1).double().unbind())
+
+    @staticmethod
+    def tensor(number: Any, device: Any) -> Any:
+        """Return a number as a float64 tensor on a device."""
+        return number.to(device)
+
+    def reduced(self, lanes: list[Any], ranks: Ranks, operation: Any) -> list[Any]:
+        """Return lanes that were reduced over a group."""
+        return self.numbers(_reduced(torch.stack(lanes), ranks, operation))
+
+
+def reckoning(device: Any) -> OnHost | OnDevice:
+    """Return how to reckon with what is on a device."""
+    return OnHost() if device.type == "cpu" else OnDevice()
+
+
 def agree(
-    plan: Plan, found: Found, mark: Any, *, largest: bool, add_up: bool
+    plan: Plan,
+    found: Found,
+    mark: Any,
+    reckon: OnHost | OnDevice,
+    *,
+    largest: bool,
+    add_up: bool,
+    too_large: Callable[[Any], Any] = lambda norm: 0.0 * norm,
 ) -> Agreed:
     """Return what all ranks of a plan have found together.
 
     Args:
         plan: The ranks.
         found: What this rank has found.
-        mark: A whole number of 32 bits that must be the same on all ranks, in float64.
+        mark: A whole number of 32 bits that must be the same on all ranks.
+        reckon: What kind of numbers these are.
         largest: Whether the largest magnitude of all ranks is wanted.
         add_up: Whether sums of squares are to be added up. Only if both are wanted are
             there two collectives in a group.
+        too_large: Returns 1.0 if a norm makes the step a bad one, also for ranks that
+            have no part in it.
     """
-    bad = found.bad
     if add_up:
-        bad, found = _by_sum(plan, found._replace(bad=bad), mark)
+        found = _by_sum(plan, found, mark, reckon, too_large)
+        norm = found.squares[()] ** 0.5
+        finite = norm < math.inf
+        found = found._replace(peak=reckon.where(finite, norm, 0.0 * found.bad))
     if largest or not add_up:
-        bad, found = _by_maximum(plan, found._replace(bad=bad), mark)
-    return Agreed(found._replace(bad=(bad != 0).to(bad.dtype)), bad >= _DRIFTED)
+        found = _by_maximum(plan, found, mark, reckon)
+    drifted = found.bad >= _DRIFTED
+    return Agreed(found._replace(bad=_flag(found.bad, reckon)), drifted)
 
 
-def mark_of(scale: Any, good: Any) -> Any:
-    """Return the mark of a scale and a count: 32 bits, in float64."""
-    bits = scale.view(torch.int32).to(torch.int64) + good.to(torch.int64) * _MIX
-    return (bits & 0xFFFFFFFF).to(torch.float64)
+def mark_of(scale: Any, good: Any, reckon: OnHost | OnDevice) -> Any:
+    """Return the mark of a scale and a count: a whole number of 32 bits."""
+    bits = scale.view(torch.int32)
+    if isinstance(reckon, OnHost):
+        return float((bits.item() + good.item() * _MIX) & 0xFFFFFFFF)
+    mixed = bits.to(torch.int64) + good.to(torch.int64) * _MIX
+    return (mixed & 0xFFFFFFFF).to(torch.float64)
 
 
-def _by_maximum(plan: Plan, found: Found, mark: Any) -> tuple[Any, Found]:
+def _flag(number: Any, reckon: OnHost | OnDevice) -> Any:
+    """Return 1 for what is above 0, else 0."""
+    return reckon.where(number > 0.0, number * 0.0 + 1.0, number)
+
+
+def _by_maximum(
+    plan: Plan, found: Found, mark: Any, reckon: OnHost | OnDevice
+) -> Found:
     bad, nan, amax, lost, peak, squares = found
     for at in plan.deciding:
-        lanes = torch.stack([bad, nan, amax, lost, peak, mark, -mark])
-        lanes = _reduced(lanes, plan.groups[at], distributed.ReduceOp.MAX)
-        bad, nan, amax, lost, peak, high, low = lanes.unbind()
-        bad = torch.where(high != -low, _DRIFTED, bad)
-    return bad, Found(bad, nan, amax, lost, peak, squares)
+        lanes = [bad, nan, amax, lost, peak, mark, -mark]
+        lanes = reckon.reduced(lanes, plan.groups[at], distributed.ReduceOp.MAX)
+        bad, nan, amax, lost, peak, high, low = lanes
+        bad = reckon.where(high != -low, bad * 0.0 + _DRIFTED, bad)
+    return Found(bad, nan, amax, lost, peak, squares)
 
 
-def _by_sum(plan: Plan, found: Found, mark: Any) -> tuple[Any, Found]:
+def _by_sum(
+    plan: Plan,
+    found: Found,
+    mark: Any,
+    reckon: OnHost | OnDevice,
+    too_large: Callable[[Any], Any],
+) -> Found:
     bad, nan, lost = found.bad, found.nan, found.lost
-    waiting: dict[Share, Any] = defaultdict(lambda: torch.zeros_like(bad))
-    for share in plan.kinds:
-        waiting[share] = waiting[share]
-    waiting.update(found.squares)
+    zero = bad * 0.0
+    waiting = {(): zero, **dict.fromkeys(plan.kinds, zero), **found.squares}
     # Ranks have the same mark if these three have the same sum as if all were equal:
     # by their squares neither half can be above its mean, and by the mark not below.
-    high, low = torch.floor(mark / 2**16), torch.remainder(mark, 2**16)
+    low = mark % 2**16
+    high = (mark - low) / 2**16
     marks = [mark, high * high, low * low]
     for at in sorted({*plan.deciding, *plan.adding}):
         ranks = plan.groups[at]
         # What is spread over the same groups from here on goes on as one sum.
         here = [share for share in sorted(waiting) if share[:1] == (at,)]
-        lanes = torch.stack([bad, nan, lost, *marks, *(waiting[s] for s in here)])
-        lanes = _reduced(lanes, ranks, distributed.ReduceOp.SUM)
-        bad, nan, lost, *sums = lanes.unbind()
-        ours = torch.stack(marks) * len(ranks.members)
-        drifted = (torch.stack(sums[:3]) != ours).any() | (bad >= _DRIFTED)
-        bad = torch.where(drifted, _DRIFTED, bad.clamp(max=1.0))
-        nan, lost = nan.clamp(max=1.0), lost.clamp(max=1.0)
-        for share, total in zip(here, sums[3:], strict=True):
+        if not any(waiting):  # all of it is added up
+            beyond = too_large(waiting[()] ** 0.5)
+            bad = reckon.where(beyond > bad, beyond, bad)
+        lanes = [bad, nan, lost, *marks, *(waiting[share] for share in here)]
+        lanes = reckon.reduced(lanes, ranks, distributed.ReduceOp.SUM)
+        bad, nan, lost, *sums = lanes
+        drifted = bad >= _DRIFTED
+        for own, total in zip(marks, sums, strict=False):
+            drifted = drifted | (total != own * len(ranks.members))
+        bad = reckon.where(drifted, zero + _DRIFTED, _flag(bad, reckon))
+        nan, lost = _flag(nan, reckon), _flag(lost, reckon)
+        for share, total in zip(here, sums[len(marks) :], strict=True):
             del waiting[share]
-            waiting[share[1:]] = waiting[share[1:]] + total
+            waiting[share[1:]] = waiting.get(share[1:], zero) + total
     squares: dict[Share, Any] = {(): waiting[()]}
-    return bad, found._replace(bad=bad, nan=nan, lost=lost, squares=squares)
+    return found._replace(bad=bad, nan=nan, lost=lost, squares=squares)
 
 
 def _reduced(lanes: Any, ranks: Ranks, operation: Any) -> Any:

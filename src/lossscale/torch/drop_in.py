@@ -18,7 +18,7 @@ from lossscale.core.state import Signal
 from lossscale.torch import accumulation, closures, eager, handover
 from lossscale.torch.compiling import uncompiled
 from lossscale.torch.eager import Request
-from lossscale.torch.gradients import Sorted, inverse_of
+from lossscale.torch.gradients import inverse_of
 from lossscale.torch.looking import Looking
 from lossscale.torch.rules import Flags, Rule
 from lossscale.torch.steps import Part, StepReport
@@ -40,13 +40,16 @@ class DropIn(Looking):
             accumulation.finish(self, optimizer)
         elif self._overrides("_unscale_grads_"):
             zero = torch.zeros((), dtype=torch.float32, device=self._scale.device)
-            found = self._unscale_grads_(
-                optimizer, inverse_of(self._scale), zero, self._allow_fp16
-            )
-            # It may have looked at them by itself, and asked nobody.
-            state["found_inf_per_device"] = self._agree_on_flags(
-                self._plan(optimizer), found
-            )
+            try:
+                found = self._unscale_grads_(
+                    optimizer, inverse_of(self._scale), zero, self._allow_fp16
+                )
+                # It may have looked at them by itself, and asked nobody.
+                found = self._agree_on_flags(self._plan(optimizer), found)
+            except BaseException:
+                self._give_up(optimizer)
+                raise
+            state["found_inf_per_device"] = found
         else:
             state["found_inf_per_device"] = self._look(
                 optimizer, Request(write=True), allow_fp16=self._allow_fp16
@@ -89,6 +92,9 @@ class DropIn(Looking):
         if closure is None:
             self._check_scale_growth_tracker("step")
         state = self._unstepped(optimizer)
+        if closure is None and self._iteration.of(state).given_up:
+            message = "No inf checks were recorded for this optimizer."
+            raise AssertionError(message)
         if closure is not None:
             result = closures.step(self, optimizer, closure, *args, **kwargs)
         elif handover.takes_scale(optimizer):
@@ -170,7 +176,8 @@ class DropIn(Looking):
             facts.divisor = None
             known, gradients = self._gradients(optimizer)
             buffer = cast("Part", facts.part).verdict.buffer
-            cast("Sorted", known).multiply_(gradients, buffer)
+            if known is not None:  # a rank may have no gradient
+                known.multiply_(gradients, buffer)
         found = state["found_inf_per_device"]
         if not found:
             message = "No inf checks were recorded for this optimizer."
@@ -182,7 +189,7 @@ class DropIn(Looking):
         state = self._per_optimizer_states[id(optimizer)]
         state["stage"] = OptState.READY
         facts = self._iteration.of(state)
-        facts.divisor, facts.clipped = None, False
+        facts.divisor, facts.clipped, facts.given_up = None, False, False
 
     def _judge_sum(self, optimizer: Any, total: Any) -> None:
         """Look at what micro-batches add up to: the sum may be infinite as well."""
@@ -196,6 +203,8 @@ class DropIn(Looking):
         part = self._iteration.of(state).part
         if part is not None:
             part.verdict.add(total.tops, self._scale, none_good)
+            if total.everywhere:
+                part.verdict.tell(*total.everywhere)
         state["found_inf_per_device"] = found
 
     # -- the end of the iteration ------------------------------------------------------
@@ -222,7 +231,12 @@ class DropIn(Looking):
             for key, state in self._per_optimizer_states.items()
             if state["found_inf_per_device"]
         }
-        if new_scale is None and not flags and self._on_no_gradients == "raise":
+        given_up = any(
+            self._iteration.of(state).given_up
+            for state in self._per_optimizer_states.values()
+        )
+        wanted = self._on_no_gradients == "raise" and not flags
+        if new_scale is None and (wanted or given_up):
             message = "No inf checks were recorded prior to update."
             raise AssertionError(message)
         report = None

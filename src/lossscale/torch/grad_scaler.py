@@ -23,6 +23,7 @@ from lossscale.torch.compiling import uncompiled
 from lossscale.torch.drop_in import DropIn
 from lossscale.torch.gradients import inverse_of
 from lossscale.torch.ranks import declared
+from lossscale.torch.sharding import is_sharded
 from lossscale.torch.steps import History, Names, Observer, StepReport
 
 _TORCHS_NUMBERS = (2.0**16, 2.0, 0.5, 2000)
@@ -260,6 +261,8 @@ class GradScaler(DropIn):
         elif isinstance(outputs, torch.Tensor):
             with torch.no_grad():
                 bad = (~torch.isfinite(outputs)).any().to(torch.float32)
+                if is_sharded(bad):
+                    bad = bad.full_tensor()
             known = [] if self._iteration.loss is None else [self._iteration.loss]
             self._iteration.loss = self._any([bad, *known])
 

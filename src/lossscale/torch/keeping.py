@@ -39,6 +39,8 @@ class Facts:
     divisor: Any = None
     """What divides them in the optimizer, if they were clipped and left as they are."""
     clipped: bool = False
+    given_up: bool = False
+    """They may have been unscaled, and nobody knows what they are."""
 
 
 class Iteration:
@@ -259,6 +261,10 @@ class Keeping(torch.amp.GradScaler):
         if self._own_cells is not None:
             self._fill_own_cells()
         self._take(self._made_rule())
+        states = self._per_optimizer_states
+        if any(self._iteration.of(state).given_up for state in states.values()):
+            # A step that broke off is over: this is how to go on.
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: numbers and settings; no names or observers."""

@@ -141,6 +141,10 @@ class Looking(Agreeing):
         if state is not None:
             state["stage"] = OptState.UNSCALED
             state["found_inf_per_device"] = {}
+            self._iteration.of(state).given_up = True
+            # Nobody can tell what is left of them; a new backward pass brings others.
+            for parameter in parameters(optimizer):
+                parameter.grad = None
 
     def _with_loss(self, found: dict[Any, Any]) -> dict[Any, Any]:
         """Have a loss that was not finite skip the step as well."""
@@ -232,7 +236,8 @@ class Looking(Agreeing):
             # A device may have no gradient that anybody but the optimizer knows of.
             own = found.setdefault(device, flag.reshape(()))
             torch.maximum(own, flag.reshape(()), out=own)
-        if flags:
+        if self._overrides("_unscale_grads_"):
+            # Also where it has returned no flag: the other ranks ask.
             found = self._agree_on_flags(self._plan(optimizer), found)
         state["found_inf_per_device"] = found
         return found

@@ -7,6 +7,7 @@ along. `Plan` is what comes of it for one optimizer: the groups, in an order tha
 ranks share, and over which of them each gradient is spread.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -59,7 +60,12 @@ def declared(process_group: Any, meshes: Any, sharded: Any) -> Declared:
         *_flat("meshes", meshes),
         *parts,
     ]
-    return Declared(tuple(_distinct(agreeing)), tuple(_distinct(parts)))
+    added = _distinct(parts)
+    known = {ranks.members for ranks in added}
+    rest = [ranks for ranks in _distinct(agreeing) if ranks.members not in known]
+    # Those over which norms are added up come last: what a rank has added up before
+    # may differ from one pipeline stage to the next.
+    return Declared((*rest, *added), tuple(added))
 
 
 def _flat(name: str, given: Any) -> Iterable[Ranks]:
@@ -89,6 +95,8 @@ def _flat(name: str, given: Any) -> Iterable[Ranks]:
 
 def of_mesh(mesh: Any) -> list[Ranks]:
     """Return the group of each dimension of a mesh."""
+    if mesh.get_coordinate() is None:  # this rank has no part of it
+        return []
     return [_ranks(group) for group in mesh.get_all_groups()]
 
 
@@ -105,6 +113,11 @@ def _distinct(every: Iterable[Ranks]) -> list[Ranks]:
     return list(known.values())
 
 
+def _facts(parameters: list[Any]) -> tuple[Any, ...]:
+    """Return what tells one list of parameters from another, at a glance."""
+    return len(parameters), *map(id, parameters[:1] + parameters[-1:])
+
+
 class Plan:
     """Over which ranks the gradients of one optimizer are decided on."""
 
@@ -116,7 +129,9 @@ class Plan:
             parameters: Of the optimizer. Those without a gradient count as well: the
                 ranks that have one wait for those that have none.
         """
-        self.parameters = len(parameters)
+        self._fitting = _facts(parameters)
+        self.late: deque[tuple[Any, Any]] = deque()
+        """Whether the ranks had come apart, on its way from a device to the host."""
         kind = dtensor_class()
         meshes: dict[Any, list[Ranks]] = {}
         for parameter in parameters:
@@ -127,7 +142,11 @@ class Plan:
         spread = [ranks for mesh in meshes.values() for ranks in mesh]
         # The dimensions of one mesh come in its order: what is passed on along them one
         # after the other has then reached every rank of the mesh.
-        self.groups = _distinct([*spread, *declared.agreeing])
+        # What was declared comes last and in the order of the declaration, which is
+        # the same on ranks that have other parameters.
+        said = {ranks.members for ranks in declared.agreeing}
+        known = [ranks for ranks in spread if ranks.members not in said]
+        self.groups = _distinct([*known, *declared.agreeing])
         self._places = {ranks.members: at for at, ranks in enumerate(self.groups)}
         self._plain = tuple(
             sorted(self._places[ranks.members] for ranks in declared.sharded)
@@ -150,6 +169,17 @@ class Plan:
         ]
         """The groups that are enough for a decision."""
 
+    def fits(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether an optimizer still has the parameters that this was made for.
+
+        Asked at every look, so it does not look at every parameter: DTensors come in
+        place of others all at once, or as a group.
+        """
+        lists = [group["params"] for group in groups if group["params"]]
+        count = sum(map(len, lists))
+        ends = (id(lists[0][0]), id(lists[-1][-1])) if lists else ()
+        return self._fitting == (count, *ends)
+
     def shares(self, parameters: list[Any]) -> list[Share]:
         """Return over which groups each gradient is spread, of those that are there."""
         return [
@@ -162,7 +192,7 @@ class Plan:
         """Return over which groups a DTensor is spread."""
         own = {
             self._places[ranks.members]
-            for ranks, placement in zip(groups, parameter.placements, strict=True)
+            for ranks, placement in zip(groups, parameter.placements, strict=False)
             if not placement.is_replicate() and ranks.members in self._places
         }
         inside = {self._places.get(ranks.members) for ranks in groups}

@@ -88,6 +88,11 @@ class Verdict:
         self.buffer[NAN] = torch.maximum(self.buffer[NAN], own.isnan().any().float())
         self.buffer[HEADER:] = torch.maximum(self.buffer[HEADER:], own)
 
+    def tell(self, nan: Any, amax: Any) -> None:
+        """Take in what the micro-batches of all ranks were."""
+        self.buffer[NAN] = torch.maximum(self.buffer[NAN], nan.to(self.buffer))
+        self.buffer[AMAX] = amax.to(self.buffer)
+
     @property
     def stays(self) -> bool:
         """Whether what is read will not change; a CUDA graph writes its own anew."""
