@@ -238,7 +238,8 @@ def raise_drift(plan: Plan, scale: Any, good: Any) -> None:
     message = (
         f"The ranks have come apart: {has}. No rank took the step. Gradients of "
         "different scales cannot be added up: load the same state_dict() on all of "
-        "them, and call update(new_scale) with the same number or on none."
+        "them, and call update(new_scale) with the same number or on none. If one "
+        "scaler steps optimizers on different meshes, declare process_group=."
     )
     raise DriftError(message)
 
