@@ -150,6 +150,31 @@ def test_the_norm_of_parts_is_that_of_the_whole(four_ranks, norm_type, path):
             assert [("allreduce_", 56)] == sent
 
 
+def amax_seen(path):
+    """Return the largest magnitude reported: the gradients are 8 times rank plus 1."""
+    import torch
+
+    rank = torch.distributed.get_rank()
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = scaler_of_all()
+    scaler.scale((weight * (rank + 1.0)).sum()).backward()
+    if path == "accumulate":
+        scaler.accumulate(optimizer)
+    if path == "inf norm":
+        scaler.clip_grad_norm_(optimizer, 1e6, norm_type=math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.last_step.amax
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"), [("step", None), ("accumulate", 32.0), ("inf norm", 32.0)]
+)
+def test_the_largest_magnitude_is_that_of_all_ranks(four_ranks, path, expected):
+    assert [expected] * 4 == four_ranks.run(amax_seen, path)
+
+
 def a_loss_of_nan(path):
     """Let the loss of rank 1 be NaN while its gradients are finite."""
     import torch

@@ -26,7 +26,7 @@ from lossscale.torch.gradients import Sorted, parameters
 from lossscale.torch.keeping import Keeping
 from lossscale.torch.ranks import Declared, Plan, Share
 from lossscale.torch.sharding import dtensor_class
-from lossscale.torch.verdict import AMAX, FOUND, HEADER, NAN, NORM, SCALE
+from lossscale.torch.verdict import AMAX, FOUND, HEADER, NAN, NORM, NOT_MEASURED, SCALE
 
 _LATE = 2
 """After so many looks the host asks a device whether the ranks had come apart. Every
@@ -79,9 +79,11 @@ class Agreeing(Keeping):
         # By the request alone: other ranks of a group may have nothing to add up.
         add_up = request.wants_norm and request.norm_type != math.inf
         reckon = agreement.reckoning(device)
-        buffer, headers = None, [eager.nothing(scale, inverse)]
+        buffer: Any = None
         found: dict[Any, Any] = {}
-        if known is not None:
+        if known is None:
+            headers = [eager.nothing(scale, inverse)]
+        else:
             wanted = request
             if spread:  # nothing is clipped before the norm of all is known
                 wanted = request._replace(max_norm=math.inf, with_norm=True)
@@ -248,8 +250,11 @@ class Agreeing(Keeping):
 
 
 def _largest(rows: list[list[Any]], at: int, reckon: OnHost | OnDevice) -> Any:
-    """Return the largest number of a column, at least 0; NaN and infinity are none."""
-    top = 0.0 * rows[0][FOUND]
+    """Return the largest number of a column; NaN and infinity are none.
+
+    Where nobody has measured it, it stays what says so.
+    """
+    top = 0.0 * rows[0][FOUND] + NOT_MEASURED
     for row in rows:
         above = (row[at] > top) & (row[at] < math.inf)
         top = reckon.where(above, row[at], top)
