@@ -1,42 +1,13 @@
 """The example, run as a reader runs it."""
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from helpers.examples import run_example
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "torch.py"
-LINE = re.compile(r"(.*?) +accuracy ([\d.]+)% skipped (\d+) scale ([\d,]+)")
-
-
-def run_example():
-    """Return what was printed: accuracy, skipped steps and scale by name; the rest."""
-    finished = subprocess.run(
-        [sys.executable, str(EXAMPLE)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if finished.returncode:
-        raise AssertionError(finished.stderr[-4000:])
-    runs, others = {}, []
-    for line in finished.stdout.splitlines():
-        match = LINE.fullmatch(line)
-        if match is None:
-            others.append(line)
-            continue
-        scale = int(match[4].replace(",", ""))
-        runs[match[1]] = float(match[2]), int(match[3]), scale
-    return runs, others
-
 
 def test_a_dynamic_scale_saves_what_float16_alone_loses():
-    runs, others = run_example()
+    runs, others = run_example("torch")
     assert ["float32", "float16, no scaling", "float16, dynamic scale"] == list(runs)
     accuracy, skipped, scale = runs["float16, dynamic scale"]
     assert accuracy > 90
