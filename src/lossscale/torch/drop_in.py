@@ -40,10 +40,10 @@ class DropIn(Looking):
             accumulation.finish(self, optimizer)
         elif self._overrides("_unscale_grads_"):
             zero = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+            found = self._unscale_grads_(
+                optimizer, inverse_of(self._scale), zero, self._allow_fp16
+            )
             try:
-                found = self._unscale_grads_(
-                    optimizer, inverse_of(self._scale), zero, self._allow_fp16
-                )
                 # It may have looked at them by itself, and asked nobody.
                 found = self._agree_on_flags(self._plan(optimizer), found)
             except BaseException:
@@ -93,7 +93,7 @@ class DropIn(Looking):
             self._check_scale_growth_tracker("step")
         state = self._unstepped(optimizer)
         if closure is None and self._iteration.of(state).given_up:
-            message = "No inf checks were recorded for this optimizer."
+            message = f"No inf checks were recorded for this optimizer. {_GIVEN_UP}"
             raise AssertionError(message)
         if closure is not None:
             result = closures.step(self, optimizer, closure, *args, **kwargs)
@@ -238,7 +238,7 @@ class DropIn(Looking):
         wanted = self._on_no_gradients == "raise" and not flags
         if new_scale is None and (wanted or given_up):
             message = "No inf checks were recorded prior to update."
-            raise AssertionError(message)
+            raise AssertionError(f"{message} {_GIVEN_UP}" if given_up else message)
         report = None
         if flags or new_scale is None:
             report = self._advance(flags, moves=new_scale is None)
@@ -333,6 +333,11 @@ class DropIn(Looking):
         nan, amax, norm = (buffer[at].to(device) for at in (NAN, AMAX, NORM))
         return signal._replace(nan=nan != 0, amax=amax, norm=norm)
 
+
+_GIVEN_UP = (
+    "Unscaling its gradients broke off, and they were dropped. To go on, call "
+    "load_state_dict(scaler.state_dict()), on all ranks if there are several."
+)
 
 _UNMOVED = Rule(Fixed(), wide=False)
 """Counts a step, and leaves the scale to the caller."""

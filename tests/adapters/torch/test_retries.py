@@ -300,3 +300,17 @@ def test_a_number_set_by_hand_that_is_of_no_use_is_refused_every_time():
     for _ in range(2):
         with pytest.raises(TypeError, match="growth_interval"):
             backward(scaler, weight, 1.0)
+
+
+def test_a_refusal_inside_a_subclass_costs_no_gradient():
+    class Asking(ls.GradScaler):
+        def _unscale_grads_(self, *arguments):
+            return super()._unscale_grads_(*arguments)
+
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = Asking("cpu", init_scale=8.0)
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(optimizer)
+    assert [8.0, 8.0] == weight.grad.tolist()
