@@ -36,6 +36,8 @@ bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/tensorflow_step.py
 	$(BIN)/python benchmarks/keras_step.py
 	$(BIN)/python benchmarks/torch_step.py cpu benchmarks/results
+	$(BIN)/python benchmarks/torch_ranks.py benchmarks/results
+	$(BIN)/python benchmarks/jax_step.py cpu benchmarks/results
 
 docs: $(VENV)/docs.stamp
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html

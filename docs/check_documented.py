@@ -21,6 +21,9 @@ MODULES = (
     "lossscale",
     "lossscale.numpy",
     "lossscale.torch",
+    "lossscale.jax",
+    "lossscale.jax.drop_ins",
+    "lossscale.optax",
     "lossscale.tensorflow",
     "lossscale.keras",
     "lossscale.diagnostics",
@@ -56,7 +59,10 @@ def public_names():
 
 def exported(module):
     """Return `__all__` as it is written: the module's framework may be missing."""
-    source = Path(find_spec(module).origin).read_text(encoding="utf-8")
+    # Not find_spec of the module itself: that imports the packages above it.
+    package, *folders = module.split(".")
+    file = Path(find_spec(package).origin).parent.joinpath(*folders, "__init__.py")
+    source = file.read_text(encoding="utf-8")
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)

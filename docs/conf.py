@@ -15,8 +15,9 @@ from sphinx.ext.autodoc.mock import mock
 # The pages are built without a framework, and look the same where one is installed: the
 # adapters are imported with stand-ins. A stand-in is enough for everything but base
 # classes, decorators, and a version that is compared.
-with mock(["tensorflow", "keras", "torch"]):
+with mock(["tensorflow", "keras", "torch", "jax", "optax"]):
     import keras
+    import optax
     import tensorflow as tf
     import torch
 
@@ -35,7 +36,10 @@ with mock(["tensorflow", "keras", "torch"]):
     torch.nn = SimpleNamespace(Module=type("Module", (), {"__module__": "torch.nn"}))
     torch.Tensor = type("Tensor", (), {"__module__": "torch"})
     torch.device = type("device", (), {"__module__": "torch"})
+    optax.MultiSteps = type("MultiSteps", (), {"__module__": "optax"})
+    import lossscale.jax.drop_ins
     import lossscale.keras
+    import lossscale.optax
     import lossscale.tensorflow
     import lossscale.torch  # noqa: F401
 
@@ -88,7 +92,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"(numpy\.|np\.|npt\.|numpy\.typing\.).*"),
     (r"py:class", r"ndarray|dtype|bool_|bool|int64|float32|ArrayLike|NDArray"),
     (r"py:class", r"Flags|Steps|Scales|optional|abc\..*"),
-    (r"py:class", r"torch\..*"),
+    (r"py:class", r"(torch|optax)\..*"),
     # Bases of the abstract classes.
     (r"py:class", r"ABCMeta|Protocol|typing\..*"),
 ]

@@ -63,7 +63,10 @@ SUITES = {
     ),
     # Every code block of the README and the pages, every example in a docstring.
     "documents": Suite(("README.md", "docs", "src"), {}),
-    "jax": Suite(("tests/compat/test_jax.py",), {}),
+    "jax": Suite(("tests/adapters/jax",), {}),
+    # Apart: the adapter's tests hold the whole process to strict promotion.
+    "jax-presets": Suite(("tests/compat/test_jax.py",), {}),
+    "optax": Suite(("tests/adapters/optax",), {}),
     "torch": Suite(("tests/compat/test_torch.py", "tests/adapters/torch"), {}),
     "torch-ranks": Suite(("tests/distributed",), {}),
     "torch-packages": Suite(("tests/ecosystem",), {}),

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norm of many arrays in one pass, where squares may leave float32.
+
+JAX has no float64 unless it is asked for, and the square of 1e25 is infinite in
+float32. Three sums take large, middle and small numbers, the first and the last moved
+by a power of two; then the largest kind that is there decides.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from lossscale.core.state import Array
+
+_EDGE = 2.0**50
+"""Squares of what is beyond it, or below its reciprocal, are kept apart."""
+
+_SHIFT = 2.0**90
+"""What those are divided or multiplied by."""
+
+
+def norm(arrays: list[Array], dtype: Any) -> Array:
+    """Return the norm of all numbers in some real arrays; 0 without any.
+
+    It is infinite or NaN if a number is.
+
+    Args:
+        arrays: Arrays of float32 or float64.
+        dtype: The wider of their dtypes; that of the result.
+    """
+    if not arrays:
+        return jnp.zeros((), dtype)
+    if dtype == jnp.float64:
+        wide = [array.astype(dtype) for array in arrays]
+        largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in wide]))
+        unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)
+        return unit * jnp.sqrt(sum(jnp.sum(jnp.square(x / unit)) for x in wide))
+    sums = [_sums(array) for array in arrays]
+    large, middle, small = (sum(kind) for kind in zip(*sums, strict=True))
+    with_large = jnp.sqrt(large + middle / _SHIFT / _SHIFT) * _SHIFT
+    with_middle = jnp.sqrt(middle + small / _SHIFT / _SHIFT)
+    with_small = jnp.sqrt(small) / _SHIFT
+    # A NaN stands in the middle, and is not 0.
+    lower = jnp.where(middle == 0, with_small, with_middle)
+    return jnp.where(large > 0, with_large, lower)
+
+
+def _sums(array: Array) -> tuple[Array, Array, Array]:
+    """Return the sums of squares of large, middle and small numbers."""
+    magnitude = jnp.abs(array)
+    is_large = magnitude > _EDGE
+    is_small = magnitude < 1 / _EDGE
+    middle = jnp.where(is_large | is_small, 0.0, array)
+    return (
+        jnp.sum(jnp.square(jnp.where(is_large, array / _SHIFT, 0.0))),
+        jnp.sum(jnp.square(middle)),
+        jnp.sum(jnp.square(jnp.where(is_small, array * _SHIFT, 0.0))),
+    )

@@ -1,0 +1,38 @@
+"""The examples, run as a reader runs them."""
+
+import pytest
+from helpers.examples import run_example
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+
+ZEROS = 10.8
+"""The share of zeros in the test set: a network that always says "0"."""
+
+
+def test_a_dynamic_scale_saves_what_float16_alone_loses():
+    runs, others = run_example("jax")
+    assert ["float32", "float16, no scaling", "float16, dynamic scale"] == list(runs)
+    accuracy, skipped, scale = runs["float16, dynamic scale"]
+    assert accuracy > 90
+    assert 0 < skipped < 30
+    assert scale > 1
+    assert runs["float32"][0] > 90
+    assert (0, 1) == runs["float32"][1:]
+    assert (ZEROS, 0, 1) == runs["float16, no scaling"]
+    assert ["step 200: nan in 8 layers, skipped"] == others
+
+
+def test_eight_devices_skip_together_and_learn():
+    pytest.importorskip("optax", reason="optax is not installed")
+    pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed")
+    if jax.__version_info__ < (0, 7):
+        pytest.skip("orbax does not save replicated arrays with a JAX this old")
+    runs, others = run_example("jax_sharded")
+    assert ["float16, no scaling", "float16, dynamic scale"] == list(runs)
+    accuracy, skipped, scale = runs["float16, dynamic scale"]
+    assert accuracy > 90
+    assert 1 < skipped < 30
+    assert scale > 1
+    # The one bad step, on one device, is skipped at a scale of 1 as well.
+    assert (ZEROS, 1, 1) == runs["float16, no scaling"]
+    assert [] == others

@@ -1,0 +1,219 @@
+"""flax: linen's TrainState, nnx's Optimizer and flax's serialization."""
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+optax = pytest.importorskip("optax", reason="optax is not installed")
+flax = pytest.importorskip("flax", reason="flax is not installed")
+jnp = jax.numpy
+
+from flax import linen, nnx, serialization  # noqa: E402
+from flax.training.train_state import TrainState  # noqa: E402
+from helpers.trees import check_same  # noqa: E402
+
+import lossscale.jax as verbs  # noqa: E402
+import lossscale.optax as ls  # noqa: E402
+from lossscale import Dynamic, ScaleState, from_portable, to_portable  # noqa: E402
+
+POLICY = Dynamic(init_scale=2.0**40, growth_interval=10)
+"""It starts so high that the first float16 gradients overflow."""
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    # Neither flax nor optax keep to strict promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(16, 4)), jnp.float32)
+    return x, jnp.sum(x, axis=1, keepdims=True)
+
+
+class Network(linen.Module):
+    @linen.compact
+    def __call__(self, x, *, train=True):
+        x = linen.Dense(8, dtype=jnp.float16)(x)
+        x = linen.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+        return linen.Dense(1, dtype=jnp.float16)(linen.relu(x)).astype(jnp.float32)
+
+
+class State(TrainState):
+    batch_stats: dict
+
+
+def linen_state():
+    x, _ = batch()
+    variables = Network().init(jax.random.key(0), x)
+    return State.create(
+        apply_fn=Network().apply,
+        params=variables["params"],
+        batch_stats=variables["batch_stats"],
+        tx=ls.loss_scaled(optax.adam(0.05), POLICY),
+    )
+
+
+@jax.jit
+def linen_step(state, x, y):
+    def loss(params):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+        value = jnp.mean((out - y) ** 2)
+        return ls.scale_loss(value, state), (value, new["batch_stats"])
+
+    (_, (value, stats)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+    new = state.apply_gradients(grads=grads, batch_stats=stats)
+    finite = new.opt_state.last_finite
+    # The optimizer has skipped already; what it does not know of is chosen here.
+    kept = verbs.select(
+        finite, (new.step, new.batch_stats), (state.step, state.batch_stats)
+    )
+    return new.replace(step=kept[0], batch_stats=kept[1]), value
+
+
+def test_a_linen_train_state_trains_and_stands_still_on_a_bad_step():
+    state, losses, skipped = linen_state(), [], 0
+    state = state.replace(step=jnp.int32(0))
+    for _ in range(60):
+        before = state
+        state, value = linen_step(state, *batch())
+        losses.append(float(value))
+        if not state.opt_state.last_finite:
+            skipped += 1
+            check_same(before.params, state.params)
+            check_same(before.batch_stats, state.batch_stats)
+            check_same(before.opt_state.inner_state, state.opt_state.inner_state)
+    assert 10 < skipped < 50
+    assert skipped == state.opt_state.total_notfinite
+    assert 60 - skipped == state.step == state.opt_state.inner_state[0].count
+    assert losses[-1] < 0.2 * losses[0]
+    assert 1 == linen_step._cache_size()
+
+
+def test_the_drop_in_replaces_flaxs_scale_in_a_train_state():
+    from flax.training import dynamic_scale
+
+    from lossscale.jax import drop_ins
+
+    def train(kind):
+        class Scaled(TrainState):
+            scaler: kind
+
+        x, y = batch()
+        model = linen.Dense(1, dtype=jnp.float16)
+        state = Scaled.create(
+            apply_fn=model.apply,
+            params=model.init(jax.random.key(1), x),
+            tx=optax.sgd(0.05),
+            scaler=kind(scale=jnp.float32(2.0**30), fin_steps=jnp.int32(0)),
+        )
+
+        @jax.jit
+        def step(state):
+            def loss(params):
+                out = state.apply_fn(params, x).astype(jnp.float32)
+                return jnp.mean((out - y) ** 2)
+
+            scaler, ok, _, grads = state.scaler.value_and_grad(loss)(state.params)
+            new = state.apply_gradients(grads=grads)
+            params = jax.tree.map(
+                lambda a, b: jnp.where(ok, a, b), new.params, state.params
+            )
+            return new.replace(params=params, scaler=scaler)
+
+        for _ in range(30):
+            state = step(state)
+        return state
+
+    expected, actual = train(dynamic_scale.DynamicScale), train(drop_ins.DynamicScale)
+    check_same(expected.params, actual.params)
+    assert expected.scaler.scale == actual.scaler.scale < 2.0**30
+
+
+def nnx_model():
+    return nnx.Sequential(
+        nnx.Linear(4, 8, dtype=jnp.float16, rngs=nnx.Rngs(0)),
+        nnx.relu,
+        nnx.Linear(8, 1, dtype=jnp.float16, rngs=nnx.Rngs(1)),
+    )
+
+
+@nnx.jit
+def nnx_step(model, optimizer, x, y):
+    scale = ls.scale_state(optimizer)
+
+    def loss(model):
+        value = jnp.mean((model(x).astype(jnp.float32) - y) ** 2)
+        return verbs.scale(value, scale), value
+
+    grads, value = nnx.grad(loss, has_aux=True)(model)
+    optimizer.update(model, grads)
+    return value
+
+
+def test_an_nnx_optimizer_trains_and_stands_still_on_a_bad_step():
+    model = nnx_model()
+    optimizer = nnx.Optimizer(
+        model, ls.loss_scaled(optax.adam(0.02), POLICY), wrt=nnx.Param
+    )
+    losses, skipped = [], 0
+    for _ in range(60):
+        before = jax.tree.map(jnp.copy, nnx.as_pure(nnx.state(model)))
+        losses.append(float(nnx_step(model, optimizer, *batch())))
+        if not optimizer.opt_state.last_finite[...]:
+            skipped += 1
+            check_same(before, nnx.as_pure(nnx.state(model)))
+    assert 10 < skipped < 50
+    assert skipped == optimizer.opt_state.total_notfinite[...]
+    assert losses[-1] < 0.2 * losses[0]
+    assert 2.0**40 > ls.get_scale(optimizer) == ls.get_scale(optimizer.opt_state)
+
+
+def test_an_nnx_optimizers_scale_becomes_portable():
+    model = nnx_model()
+    optimizer = nnx.Optimizer(
+        model, ls.loss_scaled(optax.sgd(0.1), POLICY), wrt=nnx.Param
+    )
+    nnx_step(model, optimizer, *batch())
+    portable = to_portable(POLICY, ls.scale_state(optimizer))
+    assert (POLICY, ScaleState(2.0**39, 0, 0)) == from_portable(portable)
+
+
+def test_flax_saves_an_optimizer_state_as_bytes_and_reads_it_back():
+    fresh = state = linen_state().replace(step=jnp.int32(0))
+    for _ in range(30):
+        state, _ = linen_step(state, *batch())
+    data = serialization.to_bytes(state)
+    restored = serialization.from_bytes(fresh, data)
+    check_same(state.opt_state, jax.tree.map(jnp.asarray, restored.opt_state))
+    check_same(linen_step(state, *batch()), linen_step(restored, *batch()))
+    named = serialization.to_state_dict(state)["opt_state"]["scale_state"]
+    assert set(ScaleState._fields) == set(named)
+
+
+def test_flax_saves_a_bare_scale_state():
+    state = verbs.init(POLICY, ScaleState(8.0, 3, 0))
+    data = serialization.to_bytes(state)
+    restored = serialization.from_bytes(verbs.init(POLICY), data)
+    check_same(state, jax.tree.map(jnp.asarray, restored))
+
+
+def test_state_of_float8_layers_goes_past_the_scale():
+    state = TrainState.create(
+        apply_fn=None,
+        params={
+            "params": {"w": jnp.ones(2)},
+            "_overwrite_with_gradient": {"amax": jnp.zeros(2)},
+        },
+        tx=ls.loss_scaled(optax.sgd(1.0), Dynamic(init_scale=4.0)),
+    )
+    grads = {
+        "params": {"w": jnp.full(2, 4.0)},
+        "_overwrite_with_gradient": {"amax": jnp.full(2, 7.0)},
+    }
+    after = state.apply_gradients(grads=grads)
+    assert [0.0, 0.0] == after.params["params"]["w"].tolist()
+    assert [7.0, 7.0] == after.params["_overwrite_with_gradient"]["amax"].tolist()
