@@ -131,6 +131,20 @@ def test_under_pmap_one_bad_device_makes_all_skip(bad):
     assert [512.0] * 8 == state.scale.tolist()
 
 
+@pytest.mark.parametrize("bad", BAD)
+def test_under_pmap_several_axes_skip_together(bad):
+    names = ("devices", "lanes")
+    inner = jax.vmap(
+        partial(train_step, axis_name=names), axis_name="lanes", in_axes=(None, None, 0)
+    )
+    step = jax.pmap(inner, axis_name="devices", in_axes=(None, None, 0))
+    grads = rows(bad).reshape(4, 2, 4)
+    state, weight, finite = step(ls.init(POLICY), jnp.zeros(4), grads)
+    assert [[False] * 2] * 4 == finite.tolist()
+    assert np.zeros((4, 2, 4)).tolist() == weight.tolist()
+    assert [[512.0] * 2] * 4 == state.scale.tolist()
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("bad", BAD)
 def test_under_jit_a_sharded_gradient_is_judged_as_a_whole(bad, kind):
