@@ -10,6 +10,7 @@ leaves             one gradient: its kinds, its bits, what passes through
 measurements       what `unscale` measures when it is asked to
 norms              a norm in one pass, where squares may leave float32
 reports            which leaf it was, by key path
+signatures         the name of a function for one that takes the state as well
 agreement          one decision for all devices of a mapped axis
 drop_ins           the names of jmp and flax
 """

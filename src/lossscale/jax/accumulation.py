@@ -6,7 +6,6 @@ is dropped, or it makes the whole step a bad one; either way the policy hears of
 """
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,8 +15,9 @@ from lossscale.core import checks
 from lossscale.core.policies import Policy
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.jax import leaves, verbs
-from lossscale.jax.agreement import agreed
+from lossscale.jax.agreement import agreed, devices
 from lossscale.jax.leaves import AsIs, KeyPath, overwritten
+from lossscale.jax.signatures import named_like
 from lossscale.jax.value_and_grad import (
     check_policy,
     is_differentiable,
@@ -94,8 +94,8 @@ def accumulating(
     drops = checks.choice("bad", bad, ("drop", "skip")) == "drop"
     places = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
 
-    @wraps(fun)
-    def accumulated(state: ScaleState, *args: Any) -> Accumulated:
+    @named_like(fun)
+    def accumulated(state: ScaleState, /, *args: Any) -> Accumulated:
         def one(total: Any, batch: list[Any]) -> tuple[Any, Any]:
             every = list(args)
             for place, part in zip(places, batch, strict=True):
@@ -111,8 +111,13 @@ def accumulating(
             added = _added(total, unscaled, signal.finite, as_is)
             return added, (value, signal.finite, signal.loss_finite)
 
-        start = _zeros(args, argnums)
         batches = [args[place] for place in places]
+        start = _zeros(args, argnums)
+        if _varies(args):
+            # Sums vary along axes of a shard_map along which plain zeros do not.
+            first = jax.tree.map(lambda rows: rows[0], batches)
+            shapes, _ = jax.eval_shape(one, start, first)
+            start = jax.tree.map(jnp.zeros_like, shapes)
         total, (values, finite, loss_finite) = jax.lax.scan(one, start, batches)
         seen = Signal(
             finite=jnp.all(finite),
@@ -120,9 +125,9 @@ def accumulating(
             loss_finite=jnp.all(loss_finite) | jnp.any(~finite & loss_finite),
         )
         seen = seen if drops else agreed(seen, axis_name)
-        used = finite if drops else finite & seen.finite
+        used = finite if drops else jnp.broadcast_to(seen.finite, finite.shape)
         count = jnp.sum(used, dtype=jnp.int32)
-        grads, applicable = _mean(total, count, as_is)
+        grads, applicable = _mean(total, count, as_is, devices(axis_name))
         signal = agreed(Signal(applicable & (count > 0)), axis_name)
         if not drops:
             signal = signal._replace(finite=signal.finite & seen.finite)
@@ -141,6 +146,15 @@ def accumulating(
         )
 
     return accumulated
+
+
+def _varies(tree: Any) -> bool:
+    """Whether any leaf differs from device to device of a shard_map that checks it."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    kinds = [jax.typeof(leaf) for leaf in arrays]
+    # JAX's name for it has changed.
+    kinds = [getattr(kind, "manual_axis_type", kind) for kind in kinds]
+    return any(getattr(k, "varying", getattr(k, "vma", None)) for k in kinds)
 
 
 def _zeros(args: tuple[Any, ...], argnums: int | Sequence[int]) -> Any:
@@ -172,11 +186,14 @@ def _added(carry: Any, grads: Any, finite: Array, as_is: AsIs) -> Any:
     return chosen, is_started | finite
 
 
-def _mean(carry: Any, count: Array, as_is: AsIs) -> tuple[Any, Array]:
+def _mean(carry: Any, count: Array, as_is: AsIs, addends: int) -> tuple[Any, Array]:
     """Return sums divided by how many were added up, and whether they are finite."""
     total, _ = carry
-    inverse = 1.0 / jnp.maximum(count, 1).astype(jnp.float32)
     mean, results = leaves.map_gradients(
-        lambda leaf: leaves.multiplied(leaf, inverse), total, as_is
+        lambda leaf: leaves.multiplied(
+            leaf, 1.0 / jnp.maximum(count, 1).astype(leaves.real_dtype(leaf))
+        ),
+        total,
+        as_is,
     )
-    return mean, leaves.together([leaves.is_finite(leaf) for leaf in results])
+    return mean, leaves.together([leaves.is_finite(leaf, addends) for leaf in results])

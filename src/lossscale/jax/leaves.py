@@ -120,6 +120,11 @@ def multiplied(leaf: Array, factor: Array) -> Array:
     return leaf * factor.astype(leaf.dtype)
 
 
+def real_dtype(leaf: Array) -> Any:
+    """Return the dtype of an array, or of the parts of a complex one."""
+    return jnp.finfo(leaf.dtype).dtype
+
+
 def parts(leaf: Array) -> list[Array]:
     """Return the real arrays that an array consists of."""
     return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]

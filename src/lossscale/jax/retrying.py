@@ -6,7 +6,6 @@ lower scale, a bounded number of times, inside `jit`.
 """
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 
 from lossscale.core import checks
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.jax.signatures import named_like
 from lossscale.jax.value_and_grad import Differentiated
 
 
@@ -70,8 +70,8 @@ def retrying(
     """
     limit = checks.count("retries", retries)
 
-    @wraps(step)
-    def retried(state: ScaleState, *args: Any, **kwargs: Any) -> Retried:
+    @named_like(step)
+    def retried(state: ScaleState, /, *args: Any, **kwargs: Any) -> Retried:
         first = step(state, *args, **kwargs)
 
         def may_differ(carry: tuple[Array, Array, Differentiated]) -> Array:
@@ -88,8 +88,10 @@ def retrying(
             attempts, _, found = carry
             return attempts + 1, found.state.scale, step(found.state, *args, **kwargs)
 
-        start = jnp.asarray(state.scale, jnp.float32)
-        carry = (jnp.zeros_like(start, jnp.int32), start, first)
+        # Zeros of the next scale vary along the axes of a shard_map as it does.
+        zero = jnp.zeros_like(first.state.scale)
+        start = jnp.asarray(state.scale, jnp.float32) + zero
+        carry = (jnp.zeros_like(zero, jnp.int32), start, first)
         attempts, _, last = jax.lax.while_loop(may_differ, again, carry)
         return Retried(last.value, last.grads, last.signal, last.state, attempts)
 

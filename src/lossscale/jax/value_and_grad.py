@@ -6,7 +6,6 @@ back was unscaled with the scale that came in, never with the next one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from lossscale.core.policies import Policy
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.jax import verbs
 from lossscale.jax.leaves import AsIs, overwritten
+from lossscale.jax.signatures import named_like
 
 
 class Differentiated(NamedTuple):
@@ -85,8 +85,10 @@ def value_and_grad(
     check_policy(policy)
     names = checks.measurements(measure)
 
-    @wraps(fun)
-    def differentiated(state: ScaleState, *args: Any, **kwargs: Any) -> Differentiated:
+    @named_like(fun)
+    def differentiated(
+        state: ScaleState, /, *args: Any, **kwargs: Any
+    ) -> Differentiated:
         value, grads = scaled_value_and_grad(
             fun, state, args, kwargs, argnums=argnums, has_aux=has_aux
         )

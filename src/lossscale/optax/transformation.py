@@ -14,6 +14,7 @@ What it promises:
 Place it outside everything that reads gradients: one loss, one `loss_scaled`.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -111,7 +112,7 @@ def loss_scaled(
             updates, state.scale_state, as_is=passes, loss=extra.get("value")
         )
         # This looks at all that `signal.finite` does, and the compiler drops that.
-        signal = signal._replace(finite=_holds(unscaled, passes))
+        signal = signal._replace(finite=_holds(unscaled, state.inner_state, passes))
         signal = agreed(signal, axis_name)
         wide = None if params is None else _widened(params)
 
@@ -159,13 +160,24 @@ def _check(inner: Any, policy: Any) -> None:
     check_policy(policy)
 
 
-def _holds(unscaled: Any, as_is: AsIs) -> Array:
-    """Return whether every gradient is finite, and its square can be added up."""
+def _holds(unscaled: Any, inner_state: Any, as_is: AsIs) -> Array:
+    """Return whether every gradient is finite, and the optimizer can keep it.
+
+    Its square can be added up, and so can that of the difference of two (AdaBelief,
+    Adan). Where the optimizer keeps float16 (`mu_dtype`), the gradient fits into that.
+    """
     found = leaves.gradient_leaves(unscaled, as_is)
     parts = [part for _, leaf in found for part in leaves.parts(leaf)]
     elements = sum(part.size for part in parts)
+    kept = {str(getattr(leaf, "dtype", "")) for leaf in jax.tree.leaves(inner_state)}
+    largest = headroom.LARGEST["float16"] if "float16" in kept else math.inf
     roots = [
-        headroom.largest_square_root(None, part.dtype.name, elements) for part in parts
+        min(
+            largest,
+            # A quarter: half for a difference, half for what sums are rounded up by.
+            headroom.largest_square_root(None, part.dtype.name, elements) / 4,
+        )
+        for part in parts
     ]
     # NaN fails the comparison.
     return leaves.together(
