@@ -1,7 +1,7 @@
 """The example with Accelerate, run as a reader runs it."""
 
 import pytest
-from helpers.examples import run_example
+from helpers.examples import check_the_story, run_example
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -9,15 +9,9 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 def test_a_dynamic_scale_saves_what_float16_alone_loses():
     runs, others = run_example("accelerate")
-    assert ["float32", "float16, no scaling", "float16, dynamic scale"] == list(runs)
-    accuracy, skipped, scale, rate = runs["float16, dynamic scale"]
-    assert accuracy > 90
-    assert 0 < skipped < 30
-    assert scale > 1
+    check_the_story(runs)
+    _, skipped, _, rate = runs["float16, dynamic scale"]
     # The rate falls from 0.02 to 0 in 300 steps; the skipped ones are still to come.
     assert round(0.02 * skipped / 300, 5) == rate
-    assert runs["float32"][0] > 90
-    assert (0, 1, 0.0) == runs["float32"][1:]
-    # The share of zeros in the test set: a network that always says "0".
-    assert (10.8, 0, 1, 0.0) == runs["float16, no scaling"]
+    assert 0.0 == runs["float32"][3] == runs["float16, no scaling"][3]
     assert ["step 200: nan in 8 layers, skipped"] == others

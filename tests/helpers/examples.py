@@ -39,3 +39,16 @@ def run_example(name, folder=None):
         numbers = float(match[2]), int(match[3]), int(match[4].replace(",", ""))
         runs[match[1]] = numbers if match[5] is None else (*numbers, float(match[5]))
     return runs, others
+
+
+def check_the_story(runs):
+    """Raise unless float16 learns with a scale, and without one does not."""
+    assert ["float32", "float16, no scaling", "float16, dynamic scale"] == list(runs)
+    accuracy, skipped, scale, *_ = runs["float16, dynamic scale"]
+    assert accuracy > 90
+    assert 0 < skipped < 30
+    assert scale > 1
+    assert runs["float32"][0] > 90
+    assert (0, 1) == runs["float32"][1:3]
+    # The share of zeros in the test set: a network that always says "0".
+    assert (10.8, 0, 1) == runs["float16, no scaling"][:3]
