@@ -5,15 +5,7 @@ import random
 
 import numpy as np
 import pytest
-
-
-def scaler_of_all(**settings):
-    import torch
-
-    from lossscale.torch import GradScaler
-
-    world = torch.distributed.group.WORLD
-    return GradScaler("cpu", init_scale=8.0, process_group=world, **settings)
+from helpers.ranks import scaler_of_all
 
 
 def without_gradients(path):

@@ -3,20 +3,7 @@
 import math
 
 import pytest
-
-
-def scaler_of_all(**settings):
-    import torch
-
-    from lossscale.torch import GradScaler
-
-    world = torch.distributed.group.WORLD
-    return GradScaler("cpu", init_scale=8.0, process_group=world, **settings)
-
-
-def part(tensor):
-    """Return the numbers of a tensor that are on this rank."""
-    return getattr(tensor, "_local_tensor", tensor)
+from helpers.ranks import local, scaler_of_all
 
 
 def error_of(call, *arguments):
@@ -217,11 +204,11 @@ def norm_of_one_pair():
     scaler = GradScaler("cpu", init_scale=1.0, process_group=world)
     scaler.scale(torch.ones(()))
     weight.grad = torch.zeros_like(weight)
-    part(weight.grad).fill_(3e38 if torch.distributed.get_rank() > 1 else 1.0)
+    local(weight.grad).fill_(3e38 if torch.distributed.get_rank() > 1 else 1.0)
     scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)
     scaler.update()
-    return scaler.get_scale(), scaler.last_step.applied, part(weight).tolist()
+    return scaler.get_scale(), scaler.last_step.applied, local(weight).tolist()
 
 
 def test_a_norm_beyond_float32_is_an_overflow_for_all_ranks(four_ranks):
@@ -245,9 +232,9 @@ def stages_of_two_kinds(bad_rank, clips):
     scaler = GradScaler("cpu", 8.0, meshes=mesh, sharded=mesh["pp"] if clips else None)
     scaler.scale(torch.ones(()))
     weight.grad = torch.zeros_like(weight)
-    part(weight.grad).fill_(8.0)
+    local(weight.grad).fill_(8.0)
     if rank == bad_rank:
-        part(weight.grad)[0] = math.inf
+        local(weight.grad)[0] = math.inf
     norm = float(scaler.clip_grad_norm_(optimizer, 1e6)) if clips else None
     scaler.step(optimizer)
     scaler.update()
@@ -286,7 +273,7 @@ def other_parameters(change):
         optimizer.add_param_group({"params": [new]})
     new.grad = torch.zeros_like(new)
     if torch.distributed.get_rank() == 0:
-        part(new.grad)[0] = math.inf
+        local(new.grad)[0] = math.inf
     scaler.step(optimizer)
     scaler.update()
     return scaler.get_scale()
@@ -344,7 +331,7 @@ def declared_twice(clips):
     scaler.scale(torch.ones(()))
     for weight in (whole, own):
         weight.grad = torch.zeros_like(weight)
-        part(weight.grad).fill_(8.0)
+        local(weight.grad).fill_(8.0)
     return float(scaler.clip_grad_norm_(optimizer, clips))
 
 
@@ -375,9 +362,9 @@ def stages_without_parts(norm_type, whole):
     for step in range(2):
         scaler.scale(torch.ones(()))
         weight.grad = torch.zeros_like(weight)
-        part(weight.grad).fill_(scaler.get_scale())
+        local(weight.grad).fill_(scaler.get_scale())
         if step == 0 and rank == 3:
-            part(weight.grad)[0] = math.nan
+            local(weight.grad)[0] = math.nan
         norm = float(scaler.clip_grad_norm_(optimizer, 1e6, norm_type=norm_type))
         scaler.step(optimizer)
         scaler.update()

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from helpers.ranks import local
 
 LAYOUTS = ("1-D", "2-D", "tensor parallel", "FSDP2 and tensor parallel", "DDP")
 
@@ -64,11 +65,6 @@ def _has_the_same(layout, other):
     return rank == other or layout == "DDP"
 
 
-def part(tensor):
-    """Return the numbers of a tensor that are on this rank."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def train(layout, whose, fused, path, poisoned):
     """Train a few steps; return the weights, the scales and the skipped steps."""
     import torch
@@ -85,7 +81,7 @@ def train(layout, whose, fused, path, poisoned):
         scaler.scale(model(batch).square().mean()).backward()
         if step == 3 and poisoned is not None:
             rank, value = poisoned
-            every = [part(p.grad) for p in model.parameters()]
+            every = [local(p.grad) for p in model.parameters()]
             some = [gradient for gradient in every if gradient.numel()]
             if _has_the_same(layout, rank):
                 some[0].view(-1)[0] = value
@@ -100,7 +96,7 @@ def train(layout, whose, fused, path, poisoned):
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    weights = [part(p.detach()).tolist() for p in model.parameters()]
+    weights = [local(p.detach()).tolist() for p in model.parameters()]
     return weights, scales, norms
 
 
@@ -147,7 +143,7 @@ def one_replica():
         scaler = kind("cpu", init_scale=8.0)
         scaler.scale(model(batch).square().mean()).backward()
         if torch.distributed.get_rank() == 0:
-            part(model[0].weight.grad)[0, 0] = math.inf
+            local(model[0].weight.grad)[0, 0] = math.inf
         scaler.step(optimizer)
         scaler.update()
         seen.append(scaler.get_scale())
@@ -220,15 +216,15 @@ def on_several_meshes(bad_rank, path):
         scaler.scale(torch.ones(()))
         for weight in (dense, experts):
             weight.grad = torch.zeros_like(weight)
-            part(weight.grad).fill_(2.0 * scaler.get_scale())
+            local(weight.grad).fill_(2.0 * scaler.get_scale())
         if step == 0 and torch.distributed.get_rank() == bad_rank:
-            part(experts.grad)[0] = math.inf
+            local(experts.grad)[0] = math.inf
         norm = None
         if path == "clip":
             norm = float(scaler.clip_grad_norm_(optimizer, 1e6))
         scaler.step(optimizer)
         scaler.update()
-        seen.append((scaler.get_scale(), part(dense).tolist(), norm))
+        seen.append((scaler.get_scale(), local(dense).tolist(), norm))
     return seen
 
 
@@ -252,22 +248,22 @@ def accumulated():
 
     model, batch = build("1-D")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    before = [part(p.detach()).clone() for p in model.parameters()]
+    before = [local(p.detach()).clone() for p in model.parameters()]
     scaler = GradScaler("cpu", init_scale=8.0)
     for micro in range(3):
         scaler.scale(model(batch).square().mean()).backward()
         if micro == 1 and torch.distributed.get_rank() == 3:
-            every = [part(p.grad) for p in model.parameters()]
+            every = [local(p.grad) for p in model.parameters()]
             next(g for g in every if g.numel()).view(-1)[0] = math.nan
         if micro == 2:
             expected = [
-                (w - 3 * part(p.grad) / 8.0).tolist()
+                (w - 3 * local(p.grad) / 8.0).tolist()
                 for w, p in zip(before, model.parameters(), strict=True)
             ]
         scaler.accumulate(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    after = [part(p.detach()).tolist() for p in model.parameters()]
+    after = [local(p.detach()).tolist() for p in model.parameters()]
     return expected, after, scaler.get_scale(), scaler.last_step.applied
 
 
@@ -299,7 +295,7 @@ def partial_sums():
         norm = float(scaler.clip_grad_norm_(optimizer, 1e30))
         scaler.step(optimizer)
         scaler.update()
-        seen.append((norm, part(weight).tolist(), scaler.get_scale()))
+        seen.append((norm, local(weight).tolist(), scaler.get_scale()))
     return seen
 
 
@@ -339,7 +335,7 @@ def resumed():
             scaler.clip_grad_norm_(optimizer, 0.1)
             scaler.step(optimizer)
             scaler.update()
-        weights = [part(p.detach()).tolist() for p in model.parameters()]
+        weights = [local(p.detach()).tolist() for p in model.parameters()]
         ends.append((weights, scaler.state_dict()))
     return ends
 

@@ -93,6 +93,16 @@ def local(tensor):
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def scaler_of_all(**settings):
+    """Return a scaler that decides together with all ranks."""
+    import torch
+
+    from lossscale.torch import GradScaler
+
+    world = torch.distributed.group.WORLD
+    return GradScaler("cpu", init_scale=8.0, process_group=world, **settings)
+
+
 def break_gradient(parameters, rank=1):
     """Put an infinity into a gradient of one rank, behind the backs of the others."""
     import torch

@@ -3,6 +3,7 @@
 
 The scaler:
     grad_scaler    `GradScaler`: what is new in it
+    arguments      the same: what it is given
     drop_in        the same: torch's unscale_, step and update
     looking        the same: how it looks at gradients
     agreeing       the same: how it decides together with other ranks

@@ -14,19 +14,18 @@ from typing import Any
 import torch
 
 from lossscale.core import checks
-from lossscale.core.errors import ContextError, SettingError, SettingTypeError
+from lossscale.core.errors import ContextError, SettingTypeError
 from lossscale.core.policies import Fixed, Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
 from lossscale.torch import accumulation, clipping, handover
+from lossscale.torch.arguments import check_policy, named
 from lossscale.torch.compiling import uncompiled
 from lossscale.torch.drop_in import DropIn
 from lossscale.torch.gradients import inverse_of
 from lossscale.torch.ranks import declared
 from lossscale.torch.sharding import is_sharded
-from lossscale.torch.steps import History, Names, Observer, StepReport
-
-_TORCHS_NUMBERS = (2.0**16, 2.0, 0.5, 2000)
+from lossscale.torch.steps import History, Observer, StepReport
 
 
 class GradScaler(DropIn):
@@ -112,7 +111,7 @@ class GradScaler(DropIn):
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
         ranks = declared(process_group, meshes, sharded)
         if policy is not None:
-            _check_policy(policy, numbers)
+            check_policy(policy, numbers)
         checks.choice("on_no_gradients", on_no_gradients, ("raise", "clean step"))
         checks.choice("on_collapse", on_collapse, ("warn", "raise"))
         if observer is not None and not callable(observer):
@@ -129,7 +128,7 @@ class GradScaler(DropIn):
             enabled,
             policy,
             History(observer, max_consecutive_skips, on_collapse),
-            _named(names, module),
+            named(names, module),
             on_no_gradients,
             checks.switch("allow_fp16", allow_fp16),
             checks.switch("measure_norm", measure_norm),
@@ -398,38 +397,3 @@ class GradScaler(DropIn):
         for flag in flags:
             flag.copy_(together)
         return [self._step(optimizer, (), {}, looked=True) for optimizer in optimizers]
-
-
-def _check_policy(policy: Any, numbers: tuple[Any, ...]) -> None:
-    """Raise unless a policy is one, and comes alone."""
-    if not isinstance(policy, Policy):
-        message = (
-            f"policy must have init() and step(), got {checks.shown(policy)}. Write "
-            "Dynamic(...), Fixed(...) or presets.get(...)."
-        )
-        raise SettingError(message)
-    if numbers != _TORCHS_NUMBERS:
-        message = (
-            "policy= was given together with init_scale, growth_factor, backoff_factor "
-            "or growth_interval; put these numbers into the policy, such as "
-            "policy=Dynamic(init_scale=1024.0)."
-        )
-        raise SettingError(message)
-
-
-def _named(
-    names: Iterable[tuple[str, Any]] | Mapping[str, Any] | None,
-    module: torch.nn.Module | None,
-) -> Names | None:
-    """Return the names that were given, one way or the other."""
-    if names is not None and module is not None:
-        message = "names= and module= were both given; one of them is enough."
-        raise SettingError(message)
-    if module is not None:
-        if not isinstance(module, torch.nn.Module):
-            message = f"module must be a torch.nn.Module, got {checks.shown(module)}."
-            raise SettingTypeError(message)
-        return Names(module.named_parameters())
-    if isinstance(names, Mapping):
-        return Names(names.items())
-    return None if names is None else Names(names)
