@@ -2,14 +2,19 @@
 
 import numpy as np
 import pytest
-from conformance import ClassicConformance, Framework, VerbConformance
+from conformance import (
+    ClassicConformance,
+    Framework,
+    HeadroomConformance,
+    VerbConformance,
+)
 
 import lossscale.numpy as ls
 from lossscale import Fixed, ScaleState, Signal
 from lossscale.core.errors import GradientError, SettingError
 
 
-class TestNumpy(VerbConformance, ClassicConformance):
+class TestNumpy(VerbConformance, HeadroomConformance, ClassicConformance):
     framework = Framework(module=ls, array=np.asarray, numpy=np.asarray)
 
 

@@ -2,9 +2,13 @@
 """How large a gradient may be so that the rest of the step can hold it.
 
 A finite gradient can still become infinite on its way into the weights: replicas and
-micro-batches are added up, norms and moments are squares. Nobody looks again after the
-finite check, so a gradient beyond these bounds counts as an overflow there. They are
-numbers that are known before the step; looking at them costs nothing.
+micro-batches are added up, norms and moments are squares. No check comes after the
+finite check, so a step with a gradient beyond these bounds is skipped there. The bounds
+are known before the step; comparing with them costs nothing.
+
+A sum over replicas or micro-batches that overflows while it carries the scale is an
+overflow, and lowers the scale. An unscaled gradient that the optimizer cannot square is
+`Signal.too_large`, and leaves the scale: no lower scale makes a true gradient smaller.
 """
 
 import math
@@ -33,6 +37,14 @@ _UNIT = {
 
 _LINEAR = frozenset({"SGD", "Lion", "GradientDescentOptimizer", "MomentumOptimizer"})
 """Optimizers that never square a gradient, by name."""
+
+
+def largest_square(dtype: str) -> float:
+    """Return the largest magnitude whose square is a number of a dtype.
+
+    The bound where the optimizer is not known.
+    """
+    return math.sqrt(LARGEST[dtype])
 
 
 def largest_sum(dtype: str, addends: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
 from lossscale.core import checks
 from lossscale.core.errors import SettingError
 from lossscale.core.rule import transition
-from lossscale.core.state import ScaleState, Signal, Where
+from lossscale.core.state import Array, ScaleState, Signal, Where
 
 
 @runtime_checkable
@@ -35,6 +35,36 @@ class Policy(Protocol):
     def step(self, state: ScaleState, signal: Signal, *, where: Where) -> ScaleState:
         """Return the state after a step, in the kind of array that `state` holds."""
         ...
+
+
+def advance(
+    policy: Policy, state: ScaleState, signal: Signal, *, where: Where
+) -> ScaleState:
+    """Return the state after a step: what the policy makes of it.
+
+    A step that was skipped because a finite gradient is too large leaves the state as
+    it is, whatever the policy: the scale has nothing to do with it.
+
+    Example:
+        >>> from lossscale import Dynamic, Signal
+        >>> from lossscale.core.policies import advance
+        >>> policy = Dynamic()
+        >>> signal = Signal(finite=False, too_large=True)
+        >>> advance(policy, policy.init(), signal, where=lambda c, a, b: a if c else b)
+        ScaleState(scale=65536.0, good=0, bad=0)
+    """
+    after = policy.step(state, signal, where=where)
+    if signal.too_large is None:
+        return after
+    return choose(signal.too_large, state, after, where=where)
+
+
+def choose(
+    condition: Array, first: ScaleState, second: ScaleState, *, where: Where
+) -> ScaleState:
+    """Return one of two states, number by number."""
+    pairs = zip(first, second, strict=True)
+    return ScaleState(*(where(condition, one, other) for one, other in pairs))
 
 
 class Settings(NamedTuple):
@@ -273,9 +303,4 @@ class Dynamic(_Prepared):
         """Return the state before a step if its loss is what went wrong, else after."""
         if not self.hold_on_nonfinite_loss or signal.loss_finite is None:
             return after
-        return ScaleState(
-            *(
-                where(signal.loss_finite, new, old)
-                for new, old in zip(after, before, strict=True)
-            )
-        )
+        return choose(signal.loss_finite, after, before, where=where)

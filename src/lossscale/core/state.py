@@ -47,7 +47,8 @@ class Signal(NamedTuple):
     """
 
     finite: Array
-    """Whether every gradient is finite, before *and* after it was unscaled."""
+    """Whether the step may be applied: every gradient is finite, before *and* after it
+    was unscaled, and none is too large for the optimizer."""
     nan: Array | None = None
     """Whether any gradient is NaN (an overflow alone gives infinities)."""
     amax: Array | None = None
@@ -60,6 +61,10 @@ class Signal(NamedTuple):
     """The share of gradient values that are exactly zero."""
     subnormal_share: Array | None = None
     """The share of gradient values below the smallest normal number of their dtype."""
+    too_large: Array | None = None
+    """Whether every gradient is finite, and one of them is too large for the optimizer
+    to square or add up. Such a step is skipped, so `finite` is False, and the scale
+    stays where it is: no lower scale makes a true gradient smaller."""
 
 
 MEASUREMENTS = ("nan", "amax", "norm", "zero_share", "subnormal_share")

@@ -24,7 +24,8 @@ import numpy.typing as npt
 from lossscale.core import checks, trees
 from lossscale.core.checks import shown
 from lossscale.core.errors import GradientError, MissingPackageError
-from lossscale.core.policies import Policy
+from lossscale.core.headroom import largest_square
+from lossscale.core.policies import Policy, advance
 from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal
 
@@ -90,7 +91,9 @@ def unscale(
 
     float16 gradients become float32, where small ones do not vanish again; float64
     stays float64. `Signal.finite` looks at the result: an infinity stays one when it
-    is unscaled, and a finite gradient may become one.
+    is unscaled, and a finite gradient may become one. A gradient that is finite and
+    cannot be squared, as most optimizers do, is `Signal.too_large`: `finite` is False,
+    and `update` leaves the scale.
 
     Args:
         grads: A nest of scaled gradients.
@@ -117,7 +120,8 @@ def unscale(
             return widened("gradient", path, leaf) * inverse
 
     unscaled = trees.map_leaves(multiply, grads)
-    signal = Signal(finite=all_finite(unscaled))
+    finite, squarable = _all_finite_and_squarable(unscaled)
+    signal = Signal(finite=squarable, too_large=finite & ~squarable)
     if wanted:
         signal = signal._replace(**_measurements(grads, unscaled, wanted))
     return unscaled, signal
@@ -148,8 +152,10 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         )
         raise GradientError(message)
     flags = signal._replace(finite=finite)
+    if flags.too_large is not None:
+        flags = flags._replace(too_large=_flags(flags.too_large))
     with np.errstate(all="ignore"):
-        moved = policy.step(state, flags, where=np.where)
+        moved = advance(policy, state, flags, where=np.where)
     # np.where returns arrays of no dimension; [()] makes scalars of them again.
     return ScaleState(*(np.asarray(value)[()] for value in moved))
 
@@ -225,6 +231,16 @@ def all_finite(grads: Any) -> np.bool_:
     """Return whether every leaf is finite; a nest without leaves is."""
     flags = [np.isfinite(leaf).all() for _, leaf in trees.leaves(grads)]
     return np.bool_(all(flags))
+
+
+def _all_finite_and_squarable(grads: Any) -> tuple[np.bool_, np.bool_]:
+    """Return whether all numbers are finite, and whether their squares are too."""
+    tops = [  # NaN is the largest of all to NumPy
+        (np.abs(leaf).max(initial=0.0), largest_square(leaf.dtype.name))
+        for _, leaf in trees.leaves(grads)
+    ]
+    finite = all(np.isfinite(top) for top, _ in tops)
+    return np.bool_(finite), np.bool_(all(top <= bound for top, bound in tops))
 
 
 def _measurements(

@@ -1,0 +1,54 @@
+"""Put faults into a training loop, thousands of steps per optimizer, and report.
+
+    python tools/run_faults.py torch
+    python tools/run_faults.py torch --device cuda --steps 20000
+    KERAS_BACKEND=jax python tools/run_faults.py keras --only Adam
+
+Each optimizer runs with our scaler and with the framework's own, on the same faults:
+inf, -inf, NaN, the largest finite number, 1e20, subnormals, zeros, missing gradients,
+bursts of hundreds, exceptions at every call, saving and resuming. After every step the
+weights and the optimizer's state must be finite, the scale within its bounds, and a
+skipped step must have changed nothing. Prints a Markdown table; exits with 1 if our
+scaler let anything through. `tests/faults` runs the same, shortened.
+"""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from helpers.faults import table  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("framework", choices=("torch", "jax", "tensorflow", "keras"))
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", default="", help="a part of an optimizer's name")
+    arguments = parser.parse_args()
+    driver = importlib.import_module(f"faults.{arguments.framework}_driver")
+    outcomes, passed = [], True
+    for name in driver.CONFIGURATIONS:
+        if arguments.only not in name:
+            continue
+        for own in (False, True):
+            outcome = driver.run(
+                name,
+                own=own,
+                steps=arguments.steps,
+                seed=arguments.seed,
+                device=arguments.device,
+            )
+            passed &= own or not outcome.broken
+            outcomes.append(outcome)
+            print(outcome, file=sys.stderr, flush=True)
+    print(table(outcomes))
+    return 0 if passed and outcomes else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
