@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from helpers.faults import table  # noqa: E402
+from helpers.faults import table
 
 
 def main() -> int:
