@@ -211,8 +211,8 @@ def norm_of_one_pair():
     return scaler.get_scale(), scaler.last_step.applied, local(weight).tolist()
 
 
-def test_a_norm_beyond_float32_is_an_overflow_for_all_ranks(four_ranks):
-    expected = (0.5, False, [0.0, 0.0])
+def test_a_norm_beyond_float32_is_skipped_by_all_ranks_at_the_same_scale(four_ranks):
+    expected = (1.0, False, [0.0, 0.0])
     assert [expected] * 4 == four_ranks.run(norm_of_one_pair)
 
 

@@ -32,6 +32,7 @@ from lossscale.torch.verdict import (
     NORM,
     NOT_MEASURED,
     SCALE,
+    TOO_LARGE,
 )
 
 FLOAT32, FLOAT16 = torch.float32, torch.float16
@@ -49,6 +50,8 @@ class Case(NamedTuple):
     scale: float = 4.0
     request: Request = Request()
     inverted: bool = False
+    bound: float | None = None
+    """What the optimizer can hold of an unscaled gradient, if there is a bound."""
     large: bool = False
     """Needs gigabytes, and a GPU. All but a few of the numbers are 0."""
 
@@ -85,6 +88,7 @@ def cases(
         *_extreme(making),
         *_clipped(making, chunk),
         *_scaled(making),
+        *_beyond_headroom(making, chunk),
     ]
     if large:
         every += _large(making)
@@ -385,6 +389,47 @@ def _scaled(making: Making) -> Iterable[Case]:
             )
 
 
+def _beyond_headroom(making: Making, chunk: int) -> Iterable[Case]:
+    def with_one(number):
+        return lambda: [making.full(3, 0.25), making.with_one(chunk + 1, 7, number)]
+
+    for name, number in (
+        ("at the bound", 400.0),
+        ("beyond it", 404.0),
+        ("below it, negative", -404.0),
+        ("beyond it with inf", math.inf),
+        ("beyond it with NaN", math.nan),
+    ):
+        for write in (False, True):
+            yield Case(
+                f"headroom: {name}{' written' * write}",
+                with_one(number),
+                request=Request(write=write),
+                bound=100.0,
+            )
+        # What is clipped to the bound, or below it, is never beyond it.
+        for max_norm in (100.0, 101.0):
+            for norm_type in (2.0, math.inf):
+                yield Case(
+                    f"headroom: {name} clipped to {max_norm} by norm {norm_type}",
+                    with_one(number),
+                    request=Request(max_norm=max_norm, norm_type=norm_type),
+                    bound=100.0,
+                )
+    yield Case(
+        "headroom: many tensors, the last one beyond it",
+        lambda: [*making.random(*[3] * 40), making.full(2, 404.0)],
+        bound=100.0,
+    )
+    yield Case(
+        "headroom: beyond it, inverted",
+        with_one(404.0),
+        inverted=True,
+        request=Request(in_optimizer=True),
+        bound=100.0,
+    )
+
+
 def _large(making: Making) -> Iterable[Case]:
     def zeros_but(size, dtype, *numbers):
         tensor = torch.zeros(size, dtype=dtype, device=making.device)
@@ -421,6 +466,7 @@ class Expected(NamedTuple):
     all_finite: bool
     """Whether the gradients are, as they came."""
     found: bool
+    too_large: bool
     nan: bool
     amax: float
     norm: float
@@ -465,14 +511,19 @@ def expected(case: Case, gradients: list[Any]) -> Expected:
         if request.max_norm < math.inf:
             clip = min(clip, request.max_norm / (norm + EPSILON))
         divisor = np.float32(scale / clip)
+        too_large = False
+        if case.bound is not None and not request.max_norm <= case.bound:
+            too_large = any(top * times > case.bound for top in tops)
         if request.max_norm < math.inf:
-            finite = finite and norm <= FLOAT32_MAX
-        if request.in_optimizer:
+            too_large = too_large or not norm <= FLOAT32_MAX
+        too_large = finite and too_large
+        if request.in_optimizer and not too_large:
             finite = finite and divisor <= FLOAT32_MAX
         return Expected(
             usable=bool(0.0 < times < math.inf),
             all_finite=all(map(math.isfinite, came)),
-            found=not finite,
+            found=too_large or not finite,
+            too_large=too_large,
             nan=any(map(math.isnan, tops)),
             amax=_shown(max(filter(math.isfinite, tops), default=0.0)),
             norm=float(np.float32(norm)),
@@ -522,8 +573,11 @@ def check(case: Case, kernels: Any = None, *, strict: bool = True) -> None:
     if kernels is None:
         from lossscale.torch.kernels.launch import Launcher
 
-        kernels = Launcher([])
+        kernels = Launcher([], [])
     gradients = case.make()
+    kernels.set_bounds(
+        [LIMITS[g.dtype] if case.bound is None else case.bound for g in gradients]
+    )
     device = gradients[0].device
     before = [_numbers(gradient, case) for gradient in gradients]
     want = expected(case, before)
@@ -569,6 +623,7 @@ def _same(what: str, left: float, right: float, within: float = 0.0) -> None:
 def _check_verdict(case: Case, want: Expected, have: list[float], strict: bool) -> None:
     name, tops = case.name, have[HEADER:]
     _same(f"{name}: found", float(want.found), have[FOUND])
+    _same(f"{name}: too large", float(want.too_large), have[TOO_LARGE])
     if not want.usable:
         _same(f"{name}: found", 1.0, have[FOUND])
         _same(f"{name}: a finite top", 0.0, float(any(map(math.isfinite, tops))))
@@ -632,7 +687,7 @@ def check_reuse(device: str) -> None:
     """Raise unless one launcher serves gradients that change and move."""
     from lossscale.torch.kernels.launch import Launcher
 
-    making, launcher = Making(device), Launcher([])
+    making, launcher = Making(device), Launcher([], [])
 
     def moved(offset, seed):
         return lambda: making.random(9, 70, offset=offset, seed=seed)
@@ -641,7 +696,7 @@ def check_reuse(device: str) -> None:
         check(Case(f"reused {seed}", moved(offset, seed)), launcher)
     # At the same place, with other numbers; and the counter of programs starts at 0.
     (gradient,) = making.random(70)
-    alone = Launcher([])
+    alone = Launcher([], [])
     for number in (1.0, math.nan, 2.0, math.inf, 3.0):
         gradient.fill_(number)
         here = Case(f"the same place {number}", lambda: [gradient])
@@ -696,14 +751,15 @@ def cells(device: str, scale: float, rule: Rule) -> Cells:
     return Cells(torch.full((), scale, device=device), good, bad, counters, numbers)
 
 
-def steps(seed: str, count: int) -> list[tuple[bool, bool, bool]]:
-    """Return random steps: overflow, skipped, bad loss."""
+def steps(seed: str, count: int) -> list[tuple[bool, bool, bool, bool]]:
+    """Return random steps: overflow, skipped, bad loss, held."""
     rng = random.Random(seed)
     rate = rng.choice((0.2, 0.4, 0.6))
     drawn = []
     for _ in range(count):
         found = rng.random() < rate
-        drawn.append((found, found and rng.random() < 0.8, rng.random() < 0.3))
+        skipped, loss = found and rng.random() < 0.8, rng.random() < 0.3
+        drawn.append((found, skipped, loss, skipped and rng.random() < 0.3))
     return drawn
 
 
@@ -713,9 +769,10 @@ def check_policy(device: str, name: str, policy: Any, count: int = 30) -> None:
     state = ls.init(policy)
     here = cells(device, float(state.scale), rule)
     counted = [0, 0, 0]
-    for at, (found, skipped, loss) in enumerate(steps(name, count)):
-        _advance(rule, here, found, skipped, loss)
-        state = ls.update(policy, state, Signal(not found, loss_finite=not loss))
+    for at, (found, skipped, loss, held) in enumerate(steps(name, count)):
+        _advance(rule, here, found, skipped, loss, held)
+        signal = Signal(not found, loss_finite=not loss, too_large=held)
+        state = ls.update(policy, state, signal)
         counted = [
             counted[0] + 1,
             counted[1] + skipped,
@@ -734,10 +791,10 @@ def check_wide(device: str, numbers: tuple[float, float, float, int], count=40) 
     rule = Rule(torchs_policy(*numbers), wide=True)
     here = cells(device, init_scale, rule)
     scale, tracker = here.scale.clone(), here.good.clone()
-    for at, (found, skipped, _) in enumerate(steps(str(numbers), count)):
+    for at, (found, skipped, _, _) in enumerate(steps(str(numbers), count)):
         flag = torch.full((), float(found), device=device)
         torch._amp_update_scale_(scale, tracker, flag, growth, backoff, interval)
-        _advance(rule, here, found, skipped, None)
+        _advance(rule, here, found, skipped, None, held=False)
         want = scale.item(), tracker.item()
         have = here.scale.item(), here.good.item()
         if want != have:
@@ -754,11 +811,13 @@ TORCHS_NUMBERS = (
 """Arguments of torch's scaler: the scale, both factors and the interval."""
 
 
-def _advance(rule: Rule, here: Cells, found: bool, skipped: bool, loss: Any) -> None:
+def _advance(
+    rule: Rule, here: Cells, found: bool, skipped: bool, loss: Any, held: bool
+) -> None:
     """Take a step by the kernel; anything else is an error."""
     flags = [
         None if flag is None else torch.full((), float(flag), device=here.scale.device)
-        for flag in (found, skipped, loss)
+        for flag in (found, skipped, loss, held)
     ]
     with np.errstate(all="ignore"):
         rule._by_kernel(here, Flags(*flags))

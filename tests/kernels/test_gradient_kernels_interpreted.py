@@ -43,8 +43,12 @@ def test_one_launcher_serves_gradients_that_change_and_move():
     gpu_cases.check_reuse("cpu")
 
 
+def tables_of(gradients):
+    return launch.Tables(gradients, [1.0] * len(gradients))
+
+
 def test_chunks_are_as_small_as_the_constants_say_when_the_tables_are_made():
-    tables = launch.Tables([torch.zeros(size) for size in (0, 127, 128, 129, 1000)])
+    tables = tables_of([torch.zeros(size) for size in (0, 127, 128, 129, 1000)])
     assert [0, 0, 1, 2, 4, 12] == tables.starts.tolist()
     assert [1, 2, 3, 3, *[4] * 8] == tables.chunk_tensors.tolist()
     assert [0, 0, 0, 1, *range(8)] == tables.chunk_numbers.tolist()
@@ -53,7 +57,7 @@ def test_chunks_are_as_small_as_the_constants_say_when_the_tables_are_made():
 def test_tables_of_every_number_of_tensors_and_chunks_are_aligned_and_whole():
     for count in range(1, 6):
         for size in (0, 1, 129):
-            tables = launch.Tables([torch.zeros(size)] * count)
+            tables = tables_of([torch.zeros(size)] * count)
             chunks = count * -(-size // (BLOCK * LOOPS))
             assert chunks == tables.chunks == len(tables.chunk_numbers)
             assert count + 1 == len(tables.starts)
@@ -63,7 +67,7 @@ def test_tables_of_every_number_of_tensors_and_chunks_are_aligned_and_whole():
 
 def test_alignment_is_seen_anew_whenever_the_gradients_move():
     room = torch.zeros(40)
-    tables = launch.Tables([room[:8], room[8:16]])
+    tables = tables_of([room[:8], room[8:16]])
     seen = []
     for first, second in ((0, 8), (0, 9), (1, 12), (4, 20)):
         tables.point([room[first : first + 8], room[second : second + 8]])

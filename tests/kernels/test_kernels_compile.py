@@ -34,6 +34,7 @@ MULTIPLY = LISTS | {"factor_pointer": "*fp32"}
 DECIDE = {
     "starts": "*i32",
     "limits": "*fp64",
+    "bounds": "*fp64",
     "sums": "*fp64",
     "tops": "*fp64",
     "tensor_sums": "*fp64",
@@ -51,6 +52,7 @@ UPDATE = {
     "counters": "*i32",
     "found_pointer": "*fp32",
     "skipped_pointer": "*fp32",
+    "held_pointer": "*fp32",
     "loss_pointer": "*fp32",
     "settings": "*fp64",
     "growth_threshold": "i32",
@@ -156,6 +158,7 @@ def test_a_decision_compiles(capability, euclid, clips, inverted):
         capability,
         euclid=euclid,
         clips=clips,
+        checks_headroom=not inverted,
         in_optimizer=clips,
         inverted=inverted,
     )

@@ -14,7 +14,7 @@ from lossscale.core.errors import ContextError, GradientError
 from lossscale.torch.eager import LIMITS, Request
 from lossscale.torch.gradients import inverse_of, parameters
 from lossscale.torch.sharding import local, put_back
-from lossscale.torch.verdict import AMAX, HEADER, NAN
+from lossscale.torch.verdict import AMAX, HEADER, NAN, TOO_LARGE
 
 
 class Sum:
@@ -23,6 +23,8 @@ class Sum:
     def __init__(self, optimizer: Any, device: Any) -> None:
         self.batches = 0
         self.good = torch.zeros((), device=device)
+        self.overflowed = torch.zeros((), device=device)
+        """1.0 if a micro-batch was not finite."""
         self.tops = torch.zeros(len(parameters(optimizer)), device=device)
         self.everywhere: list[Any] = []
         """Whether any rank had a NaN, and the largest magnitude, if ranks decide."""
@@ -87,30 +89,34 @@ def add(scaler: Any, optimizer: Any) -> None:
     if known is not None:
         _refuse(known, gradients)
     flag, buffer = torch.zeros_like(scaler._scale), None
+    overflow = flag
     if known is not None:
         request = Request(with_amax=True)
         buffer, found = known.measure(gradients, scaler._scale, None, request)
         flag = scaler._any(list(found.values()))
+        overflow = flag * (1.0 - buffer[TOO_LARGE].to(flag))
     plan = scaler._plan(optimizer)
     if plan is not None:
         # A batch is dropped by all ranks or by none.
         own = torch.zeros(3, device=flag.device)
         if buffer is not None:
             own = torch.stack([flag, *(buffer[at].to(flag) for at in (NAN, AMAX))])
-        flag, *seen = scaler._agreed_flags(plan, own).unbind()
+        flag, overflow, *seen = scaler._agreed_flags(plan, own, overflow).unbind()
     total = iteration.sums.get(id(optimizer))
     if total is None:
         total = iteration.sums[id(optimizer)] = Sum(optimizer, scaler._scale.device)
     if plan is not None:
         total.everywhere = list(map(torch.maximum, total.everywhere or seen, seen))
     if iteration.loss is None:
-        iteration.dropped.append(flag)
+        iteration.dropped.append(overflow)
     else:
         # A loss that is not finite leaves the scale; the next batch has its own.
         lost, iteration.loss = iteration.loss, None
         iteration.lost.append(lost)
-        iteration.dropped.append(flag * (1.0 - lost))
+        overflow = overflow * (1.0 - lost)
+        iteration.dropped.append(overflow)
         flag = torch.maximum(flag, lost)
+    total.overflowed = torch.maximum(total.overflowed, overflow)
     if buffer is None:
         total.batches += 1
         total.good += flag == 0

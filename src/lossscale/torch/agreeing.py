@@ -19,14 +19,30 @@ import torch
 from lossscale.core.checks import FLOAT32_MAX
 from lossscale.core.errors import ContextError
 from lossscale.torch import agreement, eager
-from lossscale.torch.agreement import Agreed, Found, OnDevice, OnHost
+from lossscale.torch.agreement import (
+    OVERFLOW,
+    TOO_LARGE,
+    Agreed,
+    Found,
+    OnDevice,
+    OnHost,
+)
 from lossscale.torch.devices import capturing
 from lossscale.torch.eager import EPSILON, Request
 from lossscale.torch.gradients import Sorted, parameters
 from lossscale.torch.keeping import Keeping
 from lossscale.torch.ranks import Declared, Plan, Share
 from lossscale.torch.sharding import dtensor_class
-from lossscale.torch.verdict import AMAX, FOUND, HEADER, NAN, NORM, NOT_MEASURED, SCALE
+from lossscale.torch.verdict import (
+    AMAX,
+    FOUND,
+    HEADER,
+    NAN,
+    NORM,
+    NOT_MEASURED,
+    SCALE,
+)
+from lossscale.torch.verdict import TOO_LARGE as TOO_LARGE_FLAG
 
 _LATE = 2
 """After so many looks the host asks a device whether the ranks had come apart. Every
@@ -86,7 +102,7 @@ class Agreeing(Keeping):
         else:
             wanted = request
             if spread:  # nothing is clipped before the norm of all is known
-                wanted = request._replace(max_norm=math.inf, with_norm=True)
+                wanted = request.without_clipping()._replace(with_norm=True)
             headers = known.parts(gradients, scale, inverse, wanted)
             if not spread:
                 buffer, found = known.together(headers, device, request)
@@ -96,7 +112,7 @@ class Agreeing(Keeping):
         agreed = self._agree(
             plan,
             reckon,
-            bad=_largest(rows, FOUND, reckon),
+            bad=_worst(rows, reckon),
             nan=_largest(rows, NAN, reckon),
             amax=_largest(rows, AMAX, reckon),
             peak=peak if request.wants_norm and not add_up else None,
@@ -107,17 +123,22 @@ class Agreeing(Keeping):
             reckon.tensor(number, device)
             for number in (agreed.bad, agreed.nan, agreed.amax, agreed.peak)
         )
-        norm = torch.where(bad != 0, math.inf, norm)
+        finite, too_large = bad < OVERFLOW, bad == TOO_LARGE
+        norm = torch.where(finite, norm, math.inf)
         norm = torch.where(nan != 0, math.nan, norm)
         if buffer is not None:
-            answer = torch.stack([bad, nan, amax])
+            answer = torch.stack([(bad != 0).to(nan), nan, amax])
             buffer[:NORM] = answer.to(buffer.device, torch.float32)
+            buffer[TOO_LARGE_FLAG] = too_large.to(buffer)
             for flag in found.values():
                 flag.copy_(buffer[FOUND])
         else:
             own = reckon.tensor(agreed.squares[()], device).sqrt() if add_up else norm
             buffer = eager.combine(
-                headers, device, request, (bad, nan, amax, own if spread else None)
+                headers,
+                device,
+                request,
+                (finite, too_large, nan, amax, own if spread else None),
             )
             found = {device: buffer[FOUND]}
             if known is not None:
@@ -144,19 +165,19 @@ class Agreeing(Keeping):
         Args:
             plan: The ranks.
             reckon: What kind of numbers these are.
-            bad: Whether the step must be skipped.
+            bad: Whether the step must be skipped, as `Found` has it.
             nan: Whether a gradient is NaN.
             amax: The largest magnitude.
             peak: The norm, where it is the largest magnitude.
             squares: The sums of squares, where they are to be added up.
-            too_large: Returns 1.0 if a norm makes the step a bad one.
+            too_large: Returns what a norm makes of the step.
         """
         zero = mark = 0.0 * bad
         loss, lost = self._iteration.loss, zero
         if loss is not None:
             (lost,) = reckon.numbers(loss)
         found = Found(
-            reckon.where(lost > bad, lost, bad),
+            reckon.where(lost > 0.0, zero + OVERFLOW, bad),
             zero if nan is None else nan,
             zero if amax is None else amax,
             lost,
@@ -180,20 +201,33 @@ class Agreeing(Keeping):
             self._iteration.loss = lost.float()
         return agreed.found
 
-    def _agreed_flags(self, plan: Plan, flags: Any) -> Any:
+    def _agreed_flags(self, plan: Plan, flags: Any, overflow: Any = None) -> Any:
         """Return what all ranks have found, from a flag, or from the start of a header.
 
         Args:
             plan: The ranks.
             flags: Whether to skip, whether there is a NaN, and the largest magnitude;
                 or the first of these alone.
+            overflow: Whether a gradient is not finite; `None` if that is the flag.
+
+        Returns:
+            Whether to skip, whether a gradient is not finite, whether there is a NaN,
+            and the largest magnitude.
         """
         reckon = agreement.reckoning(flags.device)
         known = dict(zip(("bad", "nan", "amax"), reckon.numbers(flags), strict=False))
+        known["bad"] = known["bad"] * OVERFLOW
+        if overflow is not None:
+            (worst,) = reckon.numbers(overflow)
+            is_too_large = (known["bad"] > 0.0) & (worst == 0.0)
+            zero = 0.0 * known["bad"]
+            known["bad"] = reckon.where(is_too_large, zero + TOO_LARGE, known["bad"])
         found = self._agree(plan, reckon, **known)
+        skips = reckon.where(found.bad > 0.0, 1.0 + 0.0 * found.bad, found.bad)
+        overflows = reckon.where(found.bad >= OVERFLOW, skips, 0.0 * skips)
         numbers = [
             reckon.tensor(number, flags.device)
-            for number in (found.bad, found.nan, found.amax)
+            for number in (skips, overflows, found.nan, found.amax)
         ]
         return torch.stack(numbers).float()
 
@@ -277,13 +311,27 @@ def _squares(
 def _too_large(
     scale: Any, request: Request, reckon: OnHost | OnDevice, norm: Any
 ) -> Any:
-    """Return 1.0 if a norm leaves nothing to clip with, as `eager` says it; else 0.0.
+    """Return what a norm makes of a step, as `eager` says it: 0.0 if it can be clipped.
 
     Ranks outside of those that it was added up over have to know it too.
     """
+    zero = 0.0 * scale
     if request.max_norm == math.inf:
-        return 0.0 * scale
-    fits = norm <= FLOAT32_MAX
+        return zero
+    level = zero
     if request.in_optimizer:
-        fits = fits & (scale * (norm + EPSILON) <= FLOAT32_MAX * request.max_norm)
-    return reckon.where(fits, 0.0 * scale, 0.0 * scale + 1.0)
+        fits = scale * (norm + EPSILON) <= FLOAT32_MAX * request.max_norm
+        level = reckon.where(fits, zero, zero + OVERFLOW)
+    return reckon.where(norm <= FLOAT32_MAX, level, zero + TOO_LARGE)
+
+
+def _worst(rows: list[list[Any]], reckon: OnHost | OnDevice) -> Any:
+    """Return what the gradients of all groups come to, as `Found.bad` has it."""
+    worst = 0.0 * rows[0][FOUND]
+    for row in rows:
+        level = reckon.where(
+            row[TOO_LARGE_FLAG] > 0.0, TOO_LARGE + 0.0 * worst, OVERFLOW + 0.0 * worst
+        )
+        level = reckon.where(row[FOUND] > 0.0, level, 0.0 * worst)
+        worst = reckon.where(level > worst, level, worst)
+    return worst

@@ -22,8 +22,14 @@ from torch import distributed
 from lossscale.core.errors import DriftError
 from lossscale.torch.ranks import Plan, Ranks, Share
 
-_DRIFTED = 2.0**32
-"""Stands in the lane of the flag for ranks that have come apart: above any count."""
+TOO_LARGE = 1.0
+"""In the lane of the flag: finite gradients that are too large for the optimizer."""
+
+OVERFLOW = 2.0**20
+"""The same: gradients that are not finite. Above any number of ranks."""
+
+_DRIFTED = 2.0**40
+"""The same: scales that differ between ranks. Above any sum of the others."""
 
 _MIX = 2654435761
 """Spreads a small count over 32 bits."""
@@ -33,7 +39,7 @@ class Found(NamedTuple):
     """What ranks have found: Python numbers on a CPU, elsewhere float64 tensors."""
 
     bad: Any
-    """1.0 if a step must be skipped, else 0.0."""
+    """`OVERFLOW` or `TOO_LARGE` if a step must be skipped, else 0.0."""
     nan: Any
     """1.0 if a gradient is NaN."""
     amax: Any
@@ -124,8 +130,8 @@ def agree(
         largest: Whether the largest magnitude of all ranks is wanted.
         add_up: Whether sums of squares are to be added up. Only if both are wanted are
             there two collectives in a group.
-        too_large: Returns 1.0 if a norm makes the step a bad one, also for ranks that
-            have no part in it.
+        too_large: Returns what a norm makes of the step, as `Found.bad` has it, also
+            for ranks that have no part in it.
     """
     if add_up:
         found = _by_sum(plan, found, mark, reckon, too_large)
@@ -135,7 +141,7 @@ def agree(
     if largest or not add_up:
         found = _by_maximum(plan, found, mark, reckon)
     drifted = found.bad >= _DRIFTED
-    return Agreed(found._replace(bad=_flag(found.bad, reckon)), drifted)
+    return Agreed(found._replace(bad=_level(found.bad, reckon)), drifted)
 
 
 def mark_of(scale: Any, good: Any, reckon: OnHost | OnDevice) -> Any:
@@ -150,6 +156,13 @@ def mark_of(scale: Any, good: Any, reckon: OnHost | OnDevice) -> Any:
 def _flag(number: Any, reckon: OnHost | OnDevice) -> Any:
     """Return 1 for what is above 0, else 0."""
     return reckon.where(number > 0.0, number * 0.0 + 1.0, number)
+
+
+def _level(number: Any, reckon: OnHost | OnDevice) -> Any:
+    """Return the worst of what ranks have found, from its sum or maximum."""
+    zero = number * 0.0
+    level = reckon.where(number >= OVERFLOW, zero + OVERFLOW, zero + TOO_LARGE)
+    return reckon.where(number > 0.0, level, zero)
 
 
 def _by_maximum(
@@ -192,7 +205,7 @@ def _by_sum(
         drifted = bad >= _DRIFTED
         for own, total in zip(marks, sums, strict=False):
             drifted = drifted | (total != own * len(ranks.members))
-        bad = reckon.where(drifted, zero + _DRIFTED, _flag(bad, reckon))
+        bad = reckon.where(drifted, zero + _DRIFTED, _level(bad, reckon))
         nan, lost = _flag(nan, reckon), _flag(lost, reckon)
         for share, total in zip(here, sums[len(marks) :], strict=True):
             del waiting[share]

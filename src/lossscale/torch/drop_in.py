@@ -202,7 +202,7 @@ class DropIn(Looking):
         state = self._per_optimizer_states[id(optimizer)]
         part = self._iteration.of(state).part
         if part is not None:
-            part.verdict.add(total.tops, self._scale, none_good)
+            part.verdict.add(total.tops, self._scale, none_good, total.overflowed)
             if total.everywhere:
                 part.verdict.tell(*total.everywhere)
         state["found_inf_per_device"] = found
@@ -293,9 +293,10 @@ class DropIn(Looking):
         skipped = every[0].reshape(()) if len(every) == 1 else self._any(every)
         # The same as it is, unless somebody else made it.
         skipped = skipped.to(self._scale.device, torch.float32)
-        found, loss = self._moving(skipped)
+        found, held = self._overflowed(parts, skipped)
+        loss = self._lost()
         rule = self._current_rule() if moves else _UNMOVED
-        happened = Flags(found, skipped, loss)
+        happened = Flags(found, skipped, loss, held)
         rule.advance(self._cells(), happened, lambda: self._signal(happened, parts))
         for part in parts:
             part.verdict.publish(self._shelf)
@@ -305,23 +306,36 @@ class DropIn(Looking):
             lost.publish(self._shelf)
         return StepReport(self._begun, tuple(parts), self._names, lost)
 
-    def _moving(self, skipped: Any) -> tuple[Any, Any]:
-        """Return what moves the scale: a gradient, or a loss, that was not finite."""
+    def _overflowed(self, parts: list[Part], skipped: Any) -> tuple[Any, Any]:
+        """Return whether a gradient overflowed, and whether the scale must stay.
+
+        It stays if a step was skipped only because finite gradients are too large. With
+        one optimizer both are read from its verdict, at no cost.
+        """
+        dropped = self._iteration.dropped
+        if len(parts) == 1 and not dropped:
+            return skipped, parts[0].verdict.too_large.to(skipped.device)
+        found = self._any([*(part.verdict.overflowed() for part in parts), *dropped])
+        return found, skipped * (1.0 - found)
+
+    def _lost(self) -> Any:
+        """Return 1.0 if a loss that was not finite keeps the scale; `None` if unknown.
+
+        It does unless gradients of another micro-batch overflowed as well.
+        """
         iteration = self._iteration
-        found = skipped
-        if iteration.dropped:
-            found = self._any([skipped, *iteration.dropped])
         if not iteration.lost:
-            return found, iteration.loss
-        # The loss keeps the scale where it is, unless gradients overflowed as well.
+            return iteration.loss
         overflowed = self._any(iteration.dropped)
-        return found, self._any(iteration.lost) * (1.0 - overflowed)
+        return self._any(iteration.lost) * (1.0 - overflowed)
 
     def _signal(self, happened: Flags, parts: list[Part]) -> Signal:
         """Return what a policy is told, in full only where it may look at it."""
         lost = happened.loss
         signal = Signal(
-            finite=happened.found == 0, loss_finite=None if lost is None else lost == 0
+            finite=happened.found == 0,
+            loss_finite=None if lost is None else lost == 0,
+            too_large=happened.held != 0,
         )
         if self._rule.is_ours or not all(part.verdict.measured for part in parts):
             return signal

@@ -17,7 +17,16 @@ import torch
 
 from lossscale.core.checks import FLOAT32_MAX, as_float32
 from lossscale.core.headroom import LARGEST
-from lossscale.torch.verdict import AMAX, HEADER, NORM, NOT_MEASURED, SCALE
+from lossscale.torch.verdict import (
+    AMAX,
+    FOUND,
+    HEADER,
+    NAN,
+    NORM,
+    NOT_MEASURED,
+    SCALE,
+    TOO_LARGE,
+)
 
 LIMITS = {getattr(torch, name): largest for name, largest in LARGEST.items()}
 """The largest number of each dtype that a gradient may have."""
@@ -34,6 +43,8 @@ class Request(NamedTuple):
     """
     max_norm: float = math.inf
     """What their norm is to be clipped to; infinity for no clipping."""
+    clipped_later: float = math.inf
+    """What their norm will be clipped to when that of all parts is known."""
     norm_type: float = 2.0
     """2 or infinity."""
     with_norm: bool = False
@@ -42,6 +53,20 @@ class Request(NamedTuple):
     """Measure the largest magnitude of each tensor even if all of them are finite."""
     in_optimizer: bool = False
     """The optimizer divides by what comes out; it must be a float32 number."""
+    headroom: bool = True
+    """Compare unscaled gradients with what the optimizer can hold."""
+
+    def checks_headroom(self, bounds: list[float]) -> bool:
+        """Whether gradients are to be compared with what the optimizer can hold.
+
+        Clipped to less than that they cannot be too large.
+        """
+        protected = min(self.max_norm, self.clipped_later) <= min(bounds)
+        return self.headroom and not protected
+
+    def without_clipping(self) -> "Request":
+        """Return the same request for a part: it takes the norm of all to clip."""
+        return self._replace(max_norm=math.inf, clipped_later=self.max_norm)
 
     @property
     def wants_norm(self) -> bool:
@@ -50,7 +75,13 @@ class Request(NamedTuple):
 
 
 @torch.no_grad()
-def measure(gradients: list[Any], scale: Any, inverse: Any, request: Request) -> Any:
+def measure(
+    gradients: list[Any],
+    scale: Any,
+    inverse: Any,
+    request: Request,
+    bounds: list[float],
+) -> Any:
     """Return the buffer of a verdict; see `verdict.py`.
 
     Args:
@@ -58,10 +89,11 @@ def measure(gradients: list[Any], scale: Any, inverse: Any, request: Request) ->
         scale: The scale that they carry: one float32 number, on that device.
         inverse: Its inverse, the same.
         request: What is wanted.
+        bounds: What each of them may be once unscaled; see `headroom.py`.
     """
     if scale.device.type == "cpu":
-        return _measure_on_host(gradients, scale, inverse, request)
-    return _measure_on_device(gradients, scale, inverse, request)
+        return _measure_on_host(gradients, scale, inverse, request, bounds)
+    return _measure_on_device(gradients, scale, inverse, request, bounds)
 
 
 @torch.no_grad()
@@ -79,7 +111,7 @@ def combine(
     buffers: list[Any],
     device: Any,
     request: Request,
-    agreed: tuple[Any, Any, Any, Any] | None = None,
+    agreed: tuple[Any, Any, Any, Any, Any] | None = None,
 ) -> Any:
     """Return the verdict on all gradients from verdicts on parts of them.
 
@@ -89,8 +121,9 @@ def combine(
         buffers: The verdicts on the parts.
         device: Where to put the result.
         request: What is wanted.
-        agreed: What all ranks go by instead: whether to skip, whether there is a NaN,
-            the largest magnitude, and the norm, which may be `None` for that of here.
+        agreed: What all ranks go by instead: whether the gradients are finite, whether
+            they are too large, whether there is a NaN, the largest magnitude, and the
+            norm, which may be `None` for that of here.
     """
     headers = torch.stack([buffer[:HEADER].to(device) for buffer in buffers])
     largest = headers.amax(0)  # NaN is above all
@@ -102,12 +135,14 @@ def combine(
     norm = torch.where((parts == NOT_MEASURED).any(), NOT_MEASURED, norm)
     tops = torch.cat([buffer[HEADER:].to(device) for buffer in buffers])
     scale = headers[0, SCALE].to(_wide(device))
-    finite, nan, amax = largest[0] == 0, largest[1], largest[AMAX]
+    finite = (headers[:, FOUND] <= headers[:, TOO_LARGE]).all()
+    too_large, nan, amax = largest[TOO_LARGE] != 0, largest[NAN], largest[AMAX]
     if agreed is not None:
-        bad, nan, amax, everywhere = agreed
-        finite = bad == 0
+        finite, too_large, nan, amax, everywhere = agreed
         norm = norm if everywhere is None else everywhere
-    return _on_device(finite, nan, amax, norm, scale, 1.0 / scale, request, tops)
+    return _on_device(
+        finite, too_large, nan, amax, norm, scale, 1.0 / scale, request, tops
+    )
 
 
 def nothing(scale: Any, inverse: Any) -> Any:
@@ -116,7 +151,7 @@ def nothing(scale: Any, inverse: Any) -> Any:
     carried = known if scale is not None else 1 / known
     one = torch.ones_like(carried)
     zero = 0 * one
-    return torch.stack([zero] * 4 + [carried, 1 / carried, carried, one])
+    return torch.stack([zero] * 4 + [carried, 1 / carried, carried, one, zero])
 
 
 def flag_buffer(flag: Any, scale: Any) -> Any:
@@ -124,61 +159,45 @@ def flag_buffer(flag: Any, scale: Any) -> Any:
     one = torch.ones_like(flag)
     there = scale.to(flag.device)
     numbers = [(flag != 0).to(one.dtype), 0 * one, -one, -one]
-    return torch.stack([*numbers, there, 1 / there, there, one])
+    return torch.stack([*numbers, there, 1 / there, there, one, 0 * one])
 
 
 def _measure_on_host(
-    gradients: list[Any], scale: Any, inverse: Any, request: Request
+    gradients: list[Any],
+    scale: Any,
+    inverse: Any,
+    request: Request,
+    bounds: list[float],
 ) -> Any:
-    """Return a verdict on gradients that the host can look at."""
-    times = float(inverse)
-    write, norm, tops = request.write, NOT_MEASURED, None
-    if 0.0 < times <= 1.0 and not (request.wants_norm or request.with_amax):
-        # Unscaling makes no number larger: a look at what came is enough. What is
-        # infinite or NaN stays so, and is searched for only if there is any.
-        done = times if write else 1.0
-        if not _quickly_finite(gradients, inverse, write=write):
-            tops = [top / done for top in _tops(gradients).tolist()]
-        write = False
-    elif request.wants_norm and request.norm_type != math.inf:
-        norm = _euclid(gradients)
-        smallest = min(LIMITS[dtype] for dtype in {g.dtype for g in gradients})
-        if request.with_amax or not (times > 0.0 and norm * times <= smallest):
-            tops = _tops(gradients).tolist()
-    else:
-        tops = _tops(gradients).tolist()
-        norm = max(tops, key=_nan_on_top) if request.wants_norm else NOT_MEASURED
-    if tops is not None:
-        tops = [
-            _shown(top, times, LIMITS[gradient.dtype])
-            for top, gradient in zip(tops, gradients, strict=True)
-        ]
-    if write:
-        multiply_(gradients, inverse)
-    return _on_host(float(scale), times, norm, tops, request)
+    """Return a verdict on gradients that the host can look at.
 
-
-def _quickly_finite(gradients: list[Any], inverse: Any, *, write: bool) -> bool:
-    """Return whether gradients are finite; unscale them on the way if asked to.
-
-    torch's operation reads and writes. For many small tensors it is by far the
-    quickest even where nothing needs to be written: it multiplies them by 1.
+    The norm is the cheapest read there is. If it is small enough, so is every number;
+    only otherwise each tensor is read again for its largest magnitude.
     """
-    found = torch.zeros((), dtype=torch.float32)
-    small = gradients
-    if not write:
-        inverse = torch.ones((), dtype=torch.float32)
-        small = [g for g in gradients if g.numel() < _LARGE and g.is_contiguous()]
-        large = [g for g in gradients if g.numel() >= _LARGE or not g.is_contiguous()]
-        if large and not torch.isfinite(_tops(large)).all():
-            return False
-    for same in _by_dtype(small):
-        torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse)
-    return not found
-
-
-_LARGE = 2**20
-"""From so many numbers on a read costs less than a read and a write."""
+    times = float(inverse)
+    limits = [LIMITS[gradient.dtype] for gradient in gradients]
+    checks_headroom = request.checks_headroom(bounds)
+    by_size = request.norm_type == math.inf
+    norm, tops = NOT_MEASURED, None
+    if not by_size:
+        norm = _euclid(gradients)
+        lowest = min([*limits, *bounds] if checks_headroom else limits)
+        is_small = times > 0.0 and norm * times <= lowest
+    if by_size or request.with_amax or not is_small:
+        tops = _tops(gradients).tolist()
+    if by_size and tops is not None:
+        norm = max(tops, key=_nan_on_top)
+    too_large = False
+    if tops is not None:
+        if checks_headroom:
+            pairs = zip(tops, bounds, strict=True)
+            too_large = any(top * times > bound for top, bound in pairs)
+        tops = [
+            _shown(top, times, limit) for top, limit in zip(tops, limits, strict=True)
+        ]
+    if request.write:
+        multiply_(gradients, inverse)
+    return _on_host(float(scale), times, norm, tops, request, too_large=too_large)
 
 
 def _shown(top: float, times: float, limit: float) -> float:
@@ -193,6 +212,8 @@ def _on_host(
     norm: float,
     tops: list[float] | None,
     request: Request,
+    *,
+    too_large: bool,
 ) -> Any:
     """Return the buffer of a verdict from Python numbers."""
     each = tops or []
@@ -207,31 +228,44 @@ def _on_host(
         clip = min(1.0, request.max_norm / (norm + EPSILON))  # NaN stays 1
     divisor = _as_float32(carried / clip) if clip else math.inf
     if request.max_norm < math.inf:
-        finite = finite and norm <= FLOAT32_MAX
-    if request.in_optimizer:
+        # Such a norm would clip everything to zero.
+        too_large = too_large or not norm <= FLOAT32_MAX
+    too_large = finite and too_large
+    if request.in_optimizer and not too_large:
         finite = finite and divisor <= FLOAT32_MAX
-    header = [float(not finite), float(nan), amax, norm]
-    header += [divisor, clip * times, carried, clip]
-    return torch.tensor(header + each, dtype=torch.float32)
+    header = [float(too_large or not finite), float(nan), amax, norm]
+    header += [divisor, clip * times, carried, clip, float(too_large)]
+    return torch.tensor(header + each, dtype=torch.float32, device="cpu")
 
 
 def _measure_on_device(
-    gradients: list[Any], scale: Any, inverse: Any, request: Request
+    gradients: list[Any],
+    scale: Any,
+    inverse: Any,
+    request: Request,
+    bounds: list[float],
 ) -> Any:
     """Return a verdict without waiting for the device."""
     wide = _wide(scale.device)
     tops = _tops(gradients).to(wide)
     highest = torch.finfo(wide).max
-    # Made there: a copy from the host is nothing that a graph could capture.
-    limits = torch.stack(
-        [
-            torch.full((), min(highest, LIMITS[g.dtype]), dtype=wide, device=g.device)
-            for g in gradients
-        ]
-    )
+
+    def listed(numbers: list[float]) -> Any:
+        # Made there: a copy from the host is nothing that a graph could capture.
+        return torch.stack(
+            [
+                torch.full((), min(highest, number), dtype=wide, device=scale.device)
+                for number in numbers
+            ]
+        )
+
+    limits = listed([LIMITS[gradient.dtype] for gradient in gradients])
     times = inverse.to(wide)
     usable = tops.isnan() | ((tops * times <= limits) & (times > 0.0))
     tops = torch.where(usable, tops, math.inf)
+    too_large = torch.zeros((), dtype=torch.bool, device=scale.device)
+    if request.checks_headroom(bounds):
+        too_large = (tops * times > listed(bounds)).any()
     norm = torch.full((), NOT_MEASURED, dtype=wide, device=scale.device)
     if request.wants_norm:
         by_size = request.norm_type == math.inf
@@ -244,11 +278,12 @@ def _measure_on_device(
     if request.write:
         multiply_(gradients, inverse)
     carried = scale.to(wide)
-    return _on_device(finite, nan, amax, norm, carried, times, request, tops)
+    return _on_device(finite, too_large, nan, amax, norm, carried, times, request, tops)
 
 
 def _on_device(
     finite: Any,
+    too_large: Any,
     nan: Any,
     amax: Any,
     norm: Any,
@@ -262,12 +297,14 @@ def _on_device(
     if request.max_norm < math.inf:
         clip = request.max_norm / (norm + EPSILON)
         clip = torch.where(clip < 1.0, clip, 1.0)
-        finite = finite & (norm <= FLOAT32_MAX)
+        # Such a norm would clip everything to zero.
+        too_large = too_large | ~(norm <= FLOAT32_MAX)
+    too_large = finite & too_large
     if request.in_optimizer:
-        finite = finite & (scale / clip <= FLOAT32_MAX)
-    found = torch.where(finite, 0.0, 1.0)
+        finite = finite & (too_large | (scale / clip <= FLOAT32_MAX))
+    found = torch.where(finite & ~too_large, 0.0, 1.0)
     header = [found, nan, _narrowed(amax), norm, scale / clip, clip * inverse]
-    numbers = [number.to(torch.float32) for number in (*header, scale, clip)]
+    numbers = [number.to(torch.float32) for number in (*header, scale, clip, too_large)]
     return torch.cat([torch.stack(numbers), _narrowed(tops)])
 
 

@@ -45,15 +45,16 @@ def reaches(gradient: Any) -> bool:
     )
 
 
-def launcher(captured: list[Any]) -> Any:
+def launcher(captured: list[Any], bounds: list[float]) -> Any:
     """Return the kernels' side of a group of gradients.
 
     Args:
         captured: Where to keep what a CUDA graph will read.
+        bounds: What each of them may be once unscaled.
     """
     from lossscale.torch.kernels.launch import Launcher  # noqa: PLC0415
 
-    return Launcher(captured)
+    return Launcher(captured, bounds)
 
 
 def interpreted() -> bool:

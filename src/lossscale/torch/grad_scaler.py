@@ -394,6 +394,13 @@ class GradScaler(DropIn):
             flag for state in states for flag in state["found_inf_per_device"].values()
         ]
         together = self._any(flags)
+        parts = [self._iteration.of(state).part for state in states]
+        known = [part.verdict for part in parts if part is not None]
+        overflowed = [verdict.overflowed() for verdict in known]
+        if len(known) == len(states):  # or a subclass has found something by itself
+            held = together * (1.0 - self._any(overflowed))
+            for verdict in known:
+                verdict.too_large.copy_(held)
         for flag in flags:
             flag.copy_(together)
         return [self._step(optimizer, (), {}, looked=True) for optimizer in optimizers]

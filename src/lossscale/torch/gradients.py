@@ -8,7 +8,6 @@ the verdicts of several groups are made one. Of a DTensor the part on this rank 
 looked at; other tensor subclasses are left to torch.
 """
 
-import math
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -85,15 +84,20 @@ class Sorted:
         ]
         self.groups: list[Group] = []
         self._orders: dict[Any, Any] = {}
+        self.bounds: list[float] = []
+        self.kept: int | None = None
+        """How many parameters had a state when the bounds were set."""
         if self.foreign:
             return
+        self.bounds = [LIMITS[dense(gradient).dtype] for gradient in gradients]
         places: dict[Any, list[int]] = defaultdict(list)
         for at, gradient in enumerate(gradients):
             reached = fast.reaches(gradient)
             share = () if shares is None else shares[at]
             places[gradient.device, reached, share].append(at)
         for (device, reached, share), own in places.items():
-            launcher = fast.launcher(captured) if reached else None
+            bounds = [self.bounds[at] for at in own]
+            launcher = fast.launcher(captured, bounds) if reached else None
             is_dense = all(_is_dense(gradients[at]) for at in own)
             self.groups.append(Group(device, own, launcher, is_dense, share))
         self._whole = len(self.groups) == 1
@@ -103,6 +107,15 @@ class Sorted:
     ) -> bool:
         """Whether gradients are still laid out and spread so."""
         return self._shares == shares and self._layout.fits(gradients)
+
+    def set_bounds(self, bounds: list[float]) -> None:
+        """Set what each gradient may be once unscaled; see `headroom.py`."""
+        if bounds == self.bounds:
+            return
+        self.bounds = bounds
+        for group in self.groups:
+            if group.launcher is not None:
+                group.launcher.set_bounds([bounds[at] for at in group.places])
 
     def measure(
         self, gradients: list[Any], scale: Any, inverse: Any, request: Request
@@ -129,9 +142,8 @@ class Sorted:
         known = inverse if scale is None else scale
         part = request
         if not self._whole:
-            part = request._replace(
-                max_norm=math.inf, with_norm=request.wants_norm, with_amax=True
-            )
+            part = request.without_clipping()
+            part = part._replace(with_norm=request.wants_norm, with_amax=True)
         buffers = []
         for group in self.groups:
             own = self._own(group, gradients)
@@ -141,7 +153,8 @@ class Sorted:
                     own, there, part, inverted=scale is None
                 )
             else:
-                buffer = _eagerly(own, group.device, scale, inverse, part)
+                bounds = [self.bounds[at] for at in group.places]
+                buffer = _eagerly(own, group.device, scale, inverse, part, bounds)
             buffers.append(buffer)
         return buffers
 
@@ -230,7 +243,12 @@ def inverse_of(scale: Any) -> Any:
 
 
 def _eagerly(
-    own: list[Any], device: Any, scale: Any, inverse: Any, part: Request
+    own: list[Any],
+    device: Any,
+    scale: Any,
+    inverse: Any,
+    part: Request,
+    bounds: list[float],
 ) -> Any:
     """Return the verdict that torch's operations come to."""
     if inverse is None:
@@ -238,7 +256,7 @@ def _eagerly(
     if scale is None:
         scale = inverse_of(inverse)
     there = [number.to(device, non_blocking=True) for number in (scale, inverse)]
-    return eager.measure(own, *there, part)
+    return eager.measure(own, *there, part, bounds)
 
 
 def _is_plain(gradient: Any) -> bool:

@@ -96,15 +96,20 @@ def multiplied(leaf: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 def is_finite(leaf: torch.Tensor, largest: float = math.inf) -> torch.Tensor:
     """Return whether no number of a gradient is NaN, infinite or beyond `largest`."""
+    return is_within(leaf, largest)[0]
+
+
+def is_within(leaf: torch.Tensor, *bounds: float) -> list[torch.Tensor]:
+    """Return for each bound whether the gradient is finite and within it."""
     numbers = values(leaf)
     if numbers.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=leaf.device)
+        return [torch.ones((), dtype=torch.bool, device=leaf.device)] * len(bounds)
     # One pass and nothing in between: twenty times faster than isfinite().all() on a
     # CPU. NaN comes through, and fails both comparisons.
     low, high = torch.aminmax(numbers)
-    bound = min(largest, torch.finfo(numbers.dtype).max)
+    largest = [min(bound, torch.finfo(numbers.dtype).max) for bound in bounds]
     # In float32, where the bound is not rounded.
-    return (widened(low) >= -bound) & (widened(high) <= bound)
+    return [(widened(low) >= -top) & (widened(high) <= top) for top in largest]
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch.amp.grad_scaler import OptState
 
-from lossscale.torch import eager
+from lossscale.torch import eager, headroom
 from lossscale.torch.agreeing import Agreeing
 from lossscale.torch.eager import Request
 from lossscale.torch.gradients import Sorted, collected, inverse_of, parameters
@@ -24,6 +24,9 @@ from lossscale.torch.verdict import Verdict
 
 class Looking(Agreeing):
     """Looks at the gradients of optimizers."""
+
+    _only_checking = False
+    """Whether `_unscale_grads_` is called with gradients that stay scaled."""
 
     def _ready(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of an optimizer whose gradients are as they came."""
@@ -63,6 +66,12 @@ class Looking(Agreeing):
             known = Sorted(gradients, self._captured, shares)
             with suppress(TypeError):
                 self._sorted[optimizer] = known
+        # Its dtypes are those of the state, which the first step makes.
+        kept = len(getattr(optimizer, "state", ()))
+        if known.kept != kept and not known.foreign:
+            those = [p for p in parameters(optimizer) if p.grad is not None]
+            known.set_bounds(headroom.bounds(optimizer, those))
+            known.kept = kept
         if known.sparse:
             # An index that stands more than once is added up, as optimizers do; the
             # sum may be infinite where no part of it is.
@@ -116,7 +125,7 @@ class Looking(Agreeing):
             if request.write:
                 self._give_up(optimizer)
             raise
-        self._keep(optimizer, buffer, gradients)
+        self._keep(optimizer, buffer, gradients, known)
         return found
 
     def _refuse(self, optimizer: Any, known: Sorted, *, allow_fp16: bool) -> None:
@@ -153,14 +162,21 @@ class Looking(Agreeing):
                 torch.maximum(flag, self._iteration.loss.to(flag.device), out=flag)
         return found
 
-    def _keep(self, optimizer: Any, buffer: Any, gradients: list[Any]) -> None:
+    def _keep(
+        self,
+        optimizer: Any,
+        buffer: Any,
+        gradients: list[Any],
+        known: Sorted | None,
+    ) -> None:
         """Keep a verdict for the report of this step."""
         places = None
         total = sum(len(group["params"]) for group in optimizer.param_groups)
         if total != len(gradients):
             every = parameters(optimizer)
             places = [at for at, p in enumerate(every) if p.grad is not None]
-        self._note(optimizer, Verdict(buffer, places))
+        bounds = None if known is None else known.bounds
+        self._note(optimizer, Verdict(buffer, places, bounds))
 
     def _note(self, optimizer: Any, verdict: Verdict) -> None:
         """Write a verdict into the state of an optimizer, in place of an older one."""
@@ -213,7 +229,7 @@ class Looking(Agreeing):
         allowed = allow_fp16 or self._allow_fp16
         found = self._look(
             optimizer,
-            Request(write=True),
+            Request(write=True, headroom=not self._only_checking),
             allow_fp16=allowed,
             inverse=inv_scale.reshape(()).to(torch.float32),
         )
@@ -230,7 +246,11 @@ class Looking(Agreeing):
         if self._overrides("_unscale_grads_"):
             # It is asked with an inverse of 1, as torch does, and cannot know what
             # dividing by the scale will make of the gradients.
-            flags = super()._check_inf_per_device(optimizer)
+            self._only_checking = True
+            try:
+                flags = super()._check_inf_per_device(optimizer)
+            finally:
+                self._only_checking = False
         found = self._look(optimizer, Request(), allow_fp16=True)
         for device, flag in flags.items():
             # A device may have no gradient that anybody but the optimizer knows of.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lossscale.torch.eager import Request
 from lossscale.torch.gradients import Sorted
+from lossscale.torch.headroom import bounds_of_unknown
 from lossscale.torch.verdict import HEADER, NOT_MEASURED
 
 _CAPTURED: list[Any] = []
@@ -49,7 +50,9 @@ def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor:
 
 def _whole(gradients: list[Tensor], scale: Tensor, request: Request) -> Tensor:
     """Return a verdict that has a number for every tensor, measured or not."""
-    buffer, _ = Sorted(gradients, _CAPTURED).measure(gradients, scale, None, request)
+    known = Sorted(gradients, _CAPTURED)
+    known.set_bounds(bounds_of_unknown(gradients))
+    buffer, _ = known.measure(gradients, scale, None, request)
     missing = HEADER + len(gradients) - len(buffer)
     if not missing:
         return buffer

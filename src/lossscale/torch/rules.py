@@ -19,9 +19,16 @@ import torch
 
 from lossscale.core import presets
 from lossscale.core.checks import FLOAT32_MAX, as_float32
-from lossscale.core.policies import Dynamic, Fixed, Policy, Settings, Switches
+from lossscale.core.policies import (
+    Dynamic,
+    Fixed,
+    Policy,
+    Settings,
+    Switches,
+    advance,
+)
 from lossscale.core.rule import transition
-from lossscale.core.state import ScaleState, Signal
+from lossscale.core.state import ScaleState, Signal, Where
 from lossscale.torch import fast
 from lossscale.torch.devices import on
 
@@ -56,6 +63,8 @@ class Flags(NamedTuple):
     """A step was skipped; not the same where a bad micro-batch was dropped."""
     loss: Any
     """The loss was not finite; `None` if nobody looked."""
+    held: Any
+    """A step was skipped, and only because finite gradients were too large."""
 
 
 def torchs_policy(
@@ -151,8 +160,15 @@ class Rule:
 
     def _moved(self, state: ScaleState, signal: Signal, where: Any) -> ScaleState:
         """Return the next state, of the kind of numbers that the state has."""
-        if not self._wide:
-            return self.policy.step(state, signal, where=where)
+        policy = self if self._wide else self.policy
+        return advance(policy, state, signal, where=where)
+
+    def init(self) -> ScaleState:
+        """Return the first state of the policy."""
+        return self.policy.init()
+
+    def step(self, state: ScaleState, signal: Signal, *, where: Where) -> ScaleState:
+        """Return the state after a step of the policy, as torch rounds it."""
         policy = cast("Dynamic", self.policy)
         scale, good, bad = state
         settings = self._settings()
@@ -182,6 +198,7 @@ class Rule:
                     *cells[:-1],
                     flags.found,
                     flags.skipped,
+                    flags.held,
                     flags.loss if check_loss else flags.found,
                     cells.numbers,
                     settings.growth_threshold,
@@ -194,7 +211,11 @@ class Rule:
     def _by_host(self, cells: Cells, flags: Flags) -> None:
         state = ScaleState(cells.scale.item(), cells.good.item(), cells.bad.item())
         loss = None if flags.loss is None else flags.loss.item() == 0.0
-        signal = Signal(finite=flags.found.item() == 0.0, loss_finite=loss)
+        signal = Signal(
+            finite=flags.found.item() == 0.0,
+            loss_finite=loss,
+            too_large=flags.held.item() != 0.0,
+        )
         moved = self._moved(state, signal, _pick)
         cells.scale.fill_(as_float32(moved.scale))
         cells.good.fill_(moved.good)

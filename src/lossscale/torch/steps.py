@@ -11,7 +11,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -20,9 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lossscale.core.checks import shown
 from lossscale.core.errors import CollapseError, CollapseWarning, SettingTypeError
 from lossscale.torch.gradients import parameters
-from lossscale.torch.verdict import Seen, Verdict
-
-Reason = Literal["inf", "nan", "loss"]
+from lossscale.torch.verdict import Reason, Seen, Verdict
 
 
 class Part(NamedTuple):
@@ -85,12 +83,20 @@ class StepReport:
 
     @property
     def reason(self) -> Reason | None:
-        """Why the step was skipped: "loss", "nan" or "inf"; `None` if it was not."""
+        """Why the step was skipped; `None` if it was not.
+
+        "loss" if the loss was not finite, "nan" or "inf" if a gradient was not, and
+        "headroom" if all were finite and one too large for the optimizer to square (or,
+        with SGD, to add up): then the scale stays, because no lower one would help.
+        """
         if self.applied:
             return None
         if self.loss_finite is False:
             return "loss"
-        return "nan" if any(seen.nan for seen in self._seen()) else "inf"
+        if any(seen.nan for seen in self._seen()):
+            return "nan"
+        skipped = [seen for seen in self._seen() if not seen.finite]
+        return "headroom" if all(seen.too_large for seen in skipped) else "inf"
 
     @property
     def scale(self) -> float:
@@ -133,13 +139,16 @@ class StepReport:
 
     @property
     def broken(self) -> tuple[tuple[str, Reason], ...]:
-        """The names of the tensors that were not finite, each with "inf" or "nan"."""
+        """The names of the tensors that were not finite, each with "inf" or "nan".
+
+        If all were finite, of those that were too large, each with "headroom".
+        """
         found: list[tuple[str, Reason]] = []
         for part in self.parts:
             optimizer = part.optimizer()
-            for place, top in part.verdict.broken():
+            for place, reason in part.verdict.broken():
                 name = name_of(optimizer, place, self._names)
-                found.append((name, "nan" if math.isnan(top) else "inf"))
+                found.append((name, reason))
         return tuple(found)
 
     def taken(self) -> list[tuple[Any, bool]]:
@@ -271,7 +280,10 @@ def _collapse(count: int, reports: list[StepReport]) -> str:
     if len(shown) > _MOST:
         shown = [*shown[:3], "...", *shown[-2:]]
     reasons = [report.reason for report in reports]
-    counts = [f"{reasons.count(r)} {r}" for r in ("inf", "nan", "loss") if r in reasons]
+    every = ("inf", "nan", "loss", "headroom")
+    counts = [
+        f"{reasons.count(reason)} {reason}" for reason in every if reason in reasons
+    ]
     first = reports[0].broken[:_MOST]
     names = ", ".join(f"{name} ({reason})" for name, reason in first) or "unknown"
     if "nan" in reasons[-2:] or "loss" in reasons[-2:]:

@@ -19,6 +19,7 @@ knows, and for gradients on the CPU beside a state on a GPU. A state on the CPU 
 to the GPU with the first signal from there.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 from lossscale.core import checks, trees
 from lossscale.core.checks import shown
 from lossscale.core.errors import GradientError, StructureError
-from lossscale.core.policies import Policy
+from lossscale.core.policies import Policy, advance
 from lossscale.core.portable import check_state, plain_number
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.core.trees import map_leaves
@@ -98,7 +99,9 @@ def unscale(
     float16 and bfloat16 gradients become float32, where small ones do not vanish
     again; float64 stays float64. `Signal.finite` looks at the result: an infinity
     stays one when it is unscaled, and a finite gradient may become one. A complex
-    gradient is finite if both of its parts are, and is measured as two numbers.
+    gradient is finite if both of its parts are, and is measured as two numbers. A
+    gradient that is finite and cannot be squared, as most optimizers do, is
+    `Signal.too_large`: `finite` is False, and `update` leaves the scale.
 
     Args:
         grads: A nest of scaled gradients.
@@ -119,7 +122,8 @@ def unscale(
     names = checks.measurements(measure)
     divisor = _tensor(state.scale)
     unscaled = divided(grads, divisor)
-    signal = Signal(finite=all_finite(unscaled, divisor.device))
+    finite, squarable = _all_finite_and_squarable(unscaled, divisor.device)
+    signal = Signal(finite=squarable, too_large=finite & ~squarable)
     if names:
         signal = signal._replace(**measured(grads, unscaled, names, divisor.device))
     return unscaled, signal
@@ -154,7 +158,10 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
     device = leaves.common_device([state.scale, finite], state.scale.device)
     before = ScaleState(*(leaves.moved(value, device) for value in state))
     flags = signal._replace(finite=leaves.moved(finite, device))
-    after = policy.step(before, flags, where=torch.where)
+    if flags.too_large is not None:
+        too_large = leaves.moved(_booleans(flags.too_large), device)
+        flags = flags._replace(too_large=too_large)
+    after = advance(policy, before, flags, where=torch.where)
     pairs = zip(after, before, strict=True)
     return ScaleState(*(new.to(old.dtype) for new, old in pairs))
 
@@ -210,6 +217,18 @@ def divided(grads: Any, loss_scale: Any) -> Any:
 def all_finite(grads: Any, device: torch.device) -> torch.Tensor:
     """Return whether every leaf is finite; a nest without leaves is, on `device`."""
     return together([leaves.is_finite(leaf) for _, leaf in trees.leaves(grads)], device)
+
+
+def _all_finite_and_squarable(
+    grads: Any, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return whether all numbers are finite, and whether their squares are too."""
+    flags = [
+        leaves.is_within(leaf, math.inf, math.sqrt(torch.finfo(leaf.dtype).max))
+        for _, leaf in trees.leaves(grads)
+    ]
+    finite, squarable = zip(*flags, strict=True) if flags else ((), ())
+    return together(list(finite), device), together(list(squarable), device)
 
 
 def together(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:

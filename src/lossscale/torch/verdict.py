@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the gradients of one optimizer were, in one small buffer on their device.
 
-The buffer is float32: eight numbers about all gradients, then one per tensor, its
+The buffer is float32: nine numbers about all gradients, then one per tensor, its
 largest magnitude as it came (infinity or NaN if it is not finite, infinity also if only
 unscaling would make it so). The kernels and the eager path write the same layout.
 Nothing here waits for a device until a number is asked for; `publish` starts a copy to
@@ -9,7 +9,7 @@ the host, which has arrived a step later.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -31,10 +31,17 @@ SCALE = 6
 """The scale that the gradients carry."""
 CLIP = 7
 """The clip coefficient: 1 where nothing is clipped."""
-HEADER = 8
+TOO_LARGE = 8
+"""1 if the gradients are finite, and too large for the optimizer to square or add: the
+step is skipped, and the scale stays."""
+HEADER = 9
 
 NOT_MEASURED = -1.0
 """Stands for a largest magnitude or a norm that nobody looked for."""
+
+
+Reason = Literal["inf", "nan", "loss", "headroom"]
+"""Why a step was skipped."""
 
 
 class Seen(NamedTuple):
@@ -46,13 +53,19 @@ class Seen(NamedTuple):
     norm: float | None
     scale: float
     clip: float
+    too_large: bool
 
 
 class Verdict:
     """A verdict on the gradients of one optimizer; see the module."""
 
     def __init__(
-        self, buffer: Any, places: list[int] | None = None, *, measured: bool = True
+        self,
+        buffer: Any,
+        places: list[int] | None = None,
+        bounds: list[float] | None = None,
+        *,
+        measured: bool = True,
     ) -> None:
         """Keep a verdict.
 
@@ -60,26 +73,36 @@ class Verdict:
             buffer: The layout above.
             places: Which of the optimizer's parameters the tensors belong to; `None`
                 if to each of them.
+            bounds: What each tensor may be once unscaled; `None` if not known.
             measured: Whether anybody looked for more than the flag.
         """
         self.buffer = buffer
         # A tensor of its own: torch and its users keep it, add to it and reduce it.
         self.found = buffer[FOUND]
+        self.too_large = buffer[TOO_LARGE]
         self._places = places
+        self._bounds = bounds
         self.measured = measured
         self._copy: Any = None
         self._event: Any = None
 
-    def add(self, tops: Any, scale: Any, found: Any) -> None:
-        """Take in what the micro-batches were that this is the sum of.
+    def overflowed(self) -> Any:
+        """Return 1.0 if the step is skipped for more than gradients too large."""
+        return self.found * (1.0 - self.too_large)
+
+    def add(self, tops: Any, scale: Any, none_good: Any, overflowed: Any) -> None:
+        """Merge the measurements of the micro-batches that this is the sum of.
 
         Args:
             tops: The largest magnitude of each parameter over all of them.
             scale: The scale that they carried.
-            found: 1.0 if none of them could be used.
+            none_good: 1.0 if none of them could be used.
+            overflowed: 1.0 if one of them was not finite.
         """
         self.buffer[SCALE] = scale
-        self.buffer[FOUND] = torch.maximum(self.buffer[FOUND], found)
+        self.buffer[FOUND] = torch.maximum(self.buffer[FOUND], none_good)
+        all_too_large = none_good * (1.0 - overflowed)
+        self.buffer[TOO_LARGE] = torch.maximum(self.too_large, all_too_large)
         own = tops if self._places is None else tops[self._places]
         own = own.to(self.buffer.device)
         if not len(own):  # a rank that has no gradient
@@ -128,15 +151,30 @@ class Verdict:
             norm=_measured(numbers[NORM]),
             scale=numbers[SCALE],
             clip=numbers[CLIP],
+            too_large=numbers[TOO_LARGE] != 0.0,
         )
 
-    def broken(self) -> list[tuple[int, float]]:
-        """Return which parameters' gradients are not finite, each with inf or NaN."""
-        tops = self._arrived()[HEADER:].tolist()
+    def broken(self) -> list[tuple[int, Reason]]:
+        """Return which parameters' gradients kept the step from being applied.
+
+        Each with "inf", "nan" or "headroom".
+        """
+        numbers = self._arrived().tolist()
+        tops = numbers[HEADER:]
+        reasons: list[Reason | None] = [
+            "nan" if math.isnan(top) else "inf" if math.isinf(top) else None
+            for top in tops
+        ]
+        if numbers[TOO_LARGE] and self._bounds is not None:
+            scale = numbers[SCALE]
+            reasons = [
+                "headroom" if top > bound * scale else None
+                for top, bound in zip(tops, self._bounds, strict=True)
+            ]
         return [
-            (place if self._places is None else self._places[place], top)
-            for place, top in enumerate(tops)
-            if not math.isfinite(top)
+            (place if self._places is None else self._places[place], reason)
+            for place, reason in enumerate(reasons)
+            if reason is not None
         ]
 
     def _arrived(self) -> Any:

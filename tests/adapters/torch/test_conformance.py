@@ -8,6 +8,7 @@ import numpy as np  # noqa: E402
 from conformance import (  # noqa: E402
     ClassicConformance,
     Framework,
+    HeadroomConformance,
     VerbConformance,
 )
 
@@ -24,11 +25,11 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-class TestEager(VerbConformance, ClassicConformance):
+class TestEager(VerbConformance, HeadroomConformance, ClassicConformance):
     framework = Framework(module=ls, array=array, numpy=np.asarray, complex=True)
 
 
-class TestCompiled(VerbConformance):
+class TestCompiled(VerbConformance, HeadroomConformance):
     framework = Framework(
         module=ls, array=array, numpy=np.asarray, complex=True, compile=compiled
     )

@@ -30,12 +30,17 @@ class Eager:
 
     def __init__(self, measure):
         self._measure = measure
+        self._bounds = []
+
+    def set_bounds(self, bounds):
+        self._bounds = bounds
 
     def measure(self, gradients, scale, request, *, inverted):
         inverse = scale if inverted else inverse_of(scale)
         if inverted:
             scale = inverse_of(inverse)
-        return self._measure(gradients, scale, inverse, request)
+        bounds = self._bounds[: len(gradients)] or [math.inf] * len(gradients)
+        return self._measure(gradients, scale, inverse, request, bounds)
 
     def multiply_(self, gradients, factor):
         eager.multiply_(gradients, factor)
@@ -45,7 +50,7 @@ class Combined(Eager):
     """The same of the gradients at even and odd places, put together."""
 
     def measure(self, gradients, scale, request, *, inverted):
-        part = request._replace(max_norm=math.inf, with_norm=request.wants_norm)
+        part = request.without_clipping()._replace(with_norm=request.wants_norm)
         parts = [own for own in (gradients[::2], gradients[1::2]) if own]
         measured = super().measure
         buffers = [measured(own, scale, part, inverted=inverted) for own in parts]
@@ -93,8 +98,10 @@ def test_gaps_and_transposed_tensors_are_read_and_written_where_they_are(way):
 def test_the_host_says_what_it_did_not_measure():
     gradients = [torch.ones(3)]
     two, half = torch.tensor(2.0), torch.tensor(0.5)
-    buffer = eager._measure_on_host(gradients, two, half, Request(write=True))
-    assert [NOT_MEASURED, NOT_MEASURED] == [buffer[at].item() for at in (AMAX, NORM)]
+    request = Request(write=True)
+    buffer = eager._measure_on_host(gradients, two, half, request, [math.inf])
+    assert NOT_MEASURED == buffer[AMAX].item()
+    assert pytest.approx(math.sqrt(3.0) / 2.0) == buffer[NORM].item()
     assert HEADER == len(buffer)
     assert [0.5, 0.5, 0.5] == gradients[0].tolist()
 
@@ -102,7 +109,9 @@ def test_the_host_says_what_it_did_not_measure():
 def test_a_norm_that_one_part_did_not_measure_is_measured_by_none():
     two, half = torch.tensor(2.0), torch.tensor(0.5)
     parts = [
-        eager._measure_on_device([torch.ones(3)], two, half, Request(with_norm=norm))
+        eager._measure_on_device(
+            [torch.ones(3)], two, half, Request(with_norm=norm), [math.inf]
+        )
         for norm in (True, False)
     ]
     whole = eager.combine(parts, torch.device("cpu"), Request())
@@ -130,4 +139,4 @@ def test_the_buffer_of_a_flag_says_no_more_than_the_flag():
     for flag in (0.0, 1.0, 3.0):
         buffer = eager.flag_buffer(torch.tensor(flag), scale)
         found = float(flag != 0.0)
-        assert [found, 0.0, -1.0, -1.0, 8.0, 0.125, 8.0, 1.0] == buffer.tolist()
+        assert [found, 0.0, -1.0, -1.0, 8.0, 0.125, 8.0, 1.0, 0.0] == buffer.tolist()

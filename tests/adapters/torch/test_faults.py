@@ -152,9 +152,15 @@ def test_a_step_that_saw_a_fault_changes_no_bit(  # noqa: C901, PLR0912
                 for value in values.values():
                     if isinstance(value, torch.Tensor) and value.numel():
                         assert not value.any()
-        assert not sound or "clip" in calls
+        if sound and "clip" not in calls:
+            assert "headroom" == scaler.last_step.reason
     else:
         assert sound
+        for weight in weights:
+            if weight.dtype is torch.float16:
+                continue  # in float16 the optimizers' epsilon is 0, and 0 / 0 is NaN
+            for value in (weight, *optimizer.state.get(weight, {}).values()):
+                assert not isinstance(value, torch.Tensor) or is_sound(value, 1.0)
 
 
 @settings(max_examples=150)

@@ -18,7 +18,7 @@ from lossscale.torch.kernels.gradients import inverse_of
 _rule = transition if triton.knobs.runtime.interpret else triton.jit(transition)
 
 _LANES = tl.constexpr(1024)
-_HEADER = tl.constexpr(8)
+_HEADER = tl.constexpr(9)
 _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
@@ -38,6 +38,7 @@ def _top(first, second):
 def decide(
     starts,
     limits,
+    bounds,
     sums,
     tops,
     tensor_sums,
@@ -49,6 +50,7 @@ def decide(
     max_norm,
     euclid: tl.constexpr,
     clips: tl.constexpr,
+    checks_headroom: tl.constexpr,
     in_optimizer: tl.constexpr,
     inverted: tl.constexpr,
 ):
@@ -57,6 +59,7 @@ def decide(
     Args:
         starts: The first chunk of each tensor, and one past the last, int32.
         limits: What each tensor's numbers may be once unscaled, float64.
+        bounds: What the optimizer can hold of them; see `headroom.py`, float64.
         sums: The chunks' sums of squares, float64.
         tops: The chunks' largest magnitudes, float64.
         tensor_sums: Room for one float64 per tensor.
@@ -68,6 +71,7 @@ def decide(
         max_norm: What to clip to; infinite for no clipping.
         euclid: Whether the norm is Euclid's; otherwise it is the largest magnitude.
         clips: Whether `max_norm` is to be looked at.
+        checks_headroom: Whether `bounds` are.
         in_optimizer: Whether the optimizer divides by what comes out.
         inverted: Whether `scale_pointer` holds the inverse.
     """
@@ -98,6 +102,7 @@ def decide(
         sum_lanes = tl.zeros([_LANES], tl.float64)
         top_lanes = tl.zeros([_LANES], tl.float64)
         finite_lanes = tl.zeros([_LANES], tl.float64)
+        excess_lanes = tl.zeros([_LANES], tl.float64)
         for at in range(0, tensors, _LANES):
             there = at + lane < tensors
             # Other programs wrote them: not what this one's cache may hold.
@@ -112,6 +117,11 @@ def decide(
             finite_lanes = tl.maximum(
                 finite_lanes, tl.where(those < float("inf"), those, 0.0)
             )
+            if checks_headroom:
+                bound = tl.load(bounds + at + lane, mask=there, other=1.0)
+                excess_lanes = tl.maximum(
+                    excess_lanes, tl.where(those * inverse > bound, 1.0, 0.0)
+                )
         total = tl.sum(sum_lanes)
         top = tl.reduce(top_lanes, 0, _top)
         amax = tl.max(finite_lanes)
@@ -123,6 +133,7 @@ def decide(
         else:
             norm = top / scale
         finite = top < float("inf")
+        too_large = tl.max(excess_lanes) > 0.0
         clip = scale * 0.0 + 1.0
         if clips:
             clip = max_norm / (norm + 1e-6)
@@ -131,10 +142,11 @@ def decide(
         factor = (clip * inverse).to(tl.float32)
         if clips:
             # A norm beyond float32 would clip everything to zero, or to NaN.
-            finite = finite & (norm <= _FLOAT32_MAX)
+            too_large = too_large | (norm > _FLOAT32_MAX)
+        too_large = finite & too_large
         if in_optimizer:
-            finite = finite & (divisor <= _FLOAT32_MAX)
-        tl.store(verdict, tl.where(finite, 0.0, 1.0))
+            finite = finite & (too_large | (divisor <= _FLOAT32_MAX))
+        tl.store(verdict, tl.where(finite & (too_large == 0), 0.0, 1.0))
         tl.store(verdict + 1, tl.where(top == top, 0.0, 1.0))  # noqa: PLR0124
         tl.store(verdict + 2, tl.minimum(amax, _FLOAT32_MAX).to(tl.float32))
         tl.store(verdict + 3, norm.to(tl.float32))
@@ -142,6 +154,7 @@ def decide(
         tl.store(verdict + 5, factor)
         tl.store(verdict + 6, scale.to(tl.float32))
         tl.store(verdict + 7, clip.to(tl.float32))
+        tl.store(verdict + 8, tl.where(too_large, 1.0, 0.0))
         tl.store(finished, 0)
 
 
@@ -153,6 +166,7 @@ def update(
     counters,
     found_pointer,
     skipped_pointer,
+    held_pointer,
     loss_pointer,
     settings,
     growth_threshold,
@@ -176,6 +190,7 @@ def update(
         counters: Steps, skipped steps and skipped steps in a row, int32.
         found_pointer: 1 if a gradient was not finite, else 0, float32.
         skipped_pointer: 1 if the step was skipped, else 0, float32.
+        held_pointer: 1 if finite gradients were too large, which leaves the scale.
         loss_pointer: 1 if the loss was not finite; read only if `check_loss`.
         settings: The rule's growth factor, back-off, floor and cap, float64.
         growth_threshold: As the rule has it.
@@ -192,8 +207,9 @@ def update(
     """
     found = tl.load(found_pointer) != 0.0
     skipped = tl.load(skipped_pointer) != 0.0
+    hold = tl.load(held_pointer) != 0.0
     if check_loss:
-        bad_loss = tl.load(loss_pointer) != 0.0
+        hold = hold | (tl.load(loss_pointer) != 0.0)
     if moves:
         old_scale = tl.load(scale_pointer)
         old_good = tl.load(good_pointer)
@@ -232,10 +248,9 @@ def update(
             _select,
         )
         scale = scale.to(tl.float32)
-        if check_loss:
-            scale = tl.where(bad_loss, old_scale, scale)
-            good = tl.where(bad_loss, old_good, good)
-            bad = tl.where(bad_loss, old_bad, bad)
+        scale = tl.where(hold, old_scale, scale)
+        good = tl.where(hold, old_good, good)
+        bad = tl.where(hold, old_bad, bad)
         tl.store(scale_pointer, scale)
         tl.store(good_pointer, good)
         tl.store(bad_pointer, bad)

@@ -78,7 +78,7 @@ class Repeated:
 class Tables(Repeated):
     """What the kernels know of one list of tensors while its layout stays."""
 
-    def __init__(self, gradients: list[Any]) -> None:
+    def __init__(self, gradients: list[Any], bounds: list[float]) -> None:
         super().__init__()
         counts = [gradient.numel() for gradient in gradients]
         dtypes = [gradient.dtype for gradient in gradients]
@@ -97,18 +97,23 @@ class Tables(Repeated):
         numbers = torch.arange(self.chunks, dtype=torch.int32) - starts[tensors.long()]
         kinds = torch.tensor([KINDS[dtype][0] for dtype in dtypes], dtype=torch.int32)
         limits = torch.tensor([LIMITS[dtype] for dtype in dtypes], dtype=torch.float64)
+        headroom = torch.tensor(bounds, dtype=torch.float64)
         sizes = torch.tensor(counts, dtype=torch.int64)
         self._held: list[Any] = []
         # In one copy. The numbers of 8 bytes come first, so that all are aligned.
-        wide = torch.cat([sizes, limits.view(torch.int64)])
+        wide = torch.cat([sizes, limits.view(torch.int64), headroom.view(torch.int64)])
         narrow = torch.cat([starts, kinds, tensors, numbers])
         if len(narrow) % 2:
             narrow = torch.cat([narrow, narrow[:1]])
         together = self.moved(torch.cat([wide, narrow.view(torch.int64)]))
         self.sizes = together[: self.tensors]
-        self.limits = together[self.tensors : 2 * self.tensors].view(torch.float64)
+        self.limits, self.bounds = (
+            together[self.tensors : 3 * self.tensors]
+            .view(torch.float64)
+            .split(self.tensors)
+        )
         (self.starts, self.kinds, self.chunk_tensors, self.chunk_numbers, _) = (
-            together[2 * self.tensors :]
+            together[3 * self.tensors :]
             .view(torch.int32)
             .split(
                 [
@@ -175,14 +180,20 @@ class Tables(Repeated):
 class Launcher:
     """The kernels for one group of gradients whose layout stays."""
 
-    def __init__(self, captured: list[Any]) -> None:
+    def __init__(self, captured: list[Any], bounds: list[float]) -> None:
         """Start without tables.
 
         Args:
             captured: Where to keep those that a CUDA graph will read.
+            bounds: What each gradient may be once unscaled; see `headroom.py`.
         """
         self._tables: Tables | None = None
         self._captured = captured
+        self._bounds = bounds
+
+    def set_bounds(self, bounds: list[float]) -> None:
+        """Set what each gradient may be once unscaled; see `headroom.py`."""
+        self._bounds, self._tables = bounds, None
 
     def measure(
         self, gradients: list[Any], scale: Any, request: Request, *, inverted: bool
@@ -221,6 +232,7 @@ class Launcher:
                 (
                     tables.starts,
                     tables.limits,
+                    tables.bounds,
                     *tables.room,
                     scale,
                     buffer,
@@ -231,6 +243,7 @@ class Launcher:
                 (
                     request.norm_type != math.inf,
                     request.max_norm < math.inf,
+                    request.checks_headroom(self._bounds),
                     request.in_optimizer,
                     inverted,
                 ),
@@ -254,7 +267,7 @@ class Launcher:
         tables = self._tables
         in_graph = capturing(gradients[0].device)
         if tables is None or in_graph:
-            tables = Tables(gradients)
+            tables = Tables(gradients, self._bounds)
             if in_graph:
                 # A graph has tables of its own: what it reads must never change.
                 self._captured.append(tables)
