@@ -59,7 +59,7 @@ def train(name, half, scaled):
         schedule.step()  # for the steps that were taken
         if muon.step_was_skipped and step == 200:
             seen = accelerator.scaler.last_step
-            print(f"step {step}: {seen.reason} in {len(seen.culprits)} layers, skipped")
+            print(f"step {step} skipped: {seen.reason}, {len(seen.culprits)} layers")
         if step == STEPS // 2:
             with tempfile.TemporaryDirectory() as folder:
                 accelerator.save_state(folder)

@@ -51,7 +51,7 @@ class Classifier(LightningModule):
     def lr_scheduler_step(self, scheduler, _):
         self.scaler.step_scheduler(scheduler)  # for the steps that were taken
         if self.global_step == self.bad + 1 and (seen := self.scaler.last_step):
-            print(f"step 200: {seen.reason} in {len(seen.culprits)} layers, skipped")
+            print(f"step 200 skipped: {seen.reason}, {len(seen.culprits)} layers")
 
 
 def train(name, half, scaled):

@@ -56,7 +56,7 @@ def train(name, half, scaled):
         scaler.step_scheduler(schedule)  # for the steps that were taken
         if scaled and step == 200:
             seen = scaler.last_step
-            print(f"step {step}: {seen.reason} in {len(seen.culprits)} layers, skipped")
+            print(f"step {step} skipped: {seen.reason}, {len(seen.culprits)} layers")
         if step == STEPS // 2:
             file, parts = io.BytesIO(), (model, muon, schedule, scaler)
             torch.save([part.state_dict() for part in parts], file)

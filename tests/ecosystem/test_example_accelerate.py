@@ -14,4 +14,4 @@ def test_a_dynamic_scale_saves_what_float16_alone_loses():
     # The rate falls from 0.02 to 0 in 300 steps; the skipped ones are still to come.
     assert round(0.02 * skipped / 300, 5) == rate
     assert 0.0 == runs["float32"][3] == runs["float16, no scaling"][3]
-    assert ["step 200: nan in 8 layers, skipped"] == others
+    assert ["step 200 skipped: loss, 8 layers"] == others

@@ -54,6 +54,8 @@ UPDATE = {
     "skipped_pointer": "*fp32",
     "held_pointer": "*fp32",
     "loss_pointer": "*fp32",
+    "raw_loss_pointer": "*fp32",
+    "loss_seen_pointer": "*fp32",
     "settings": "*fp64",
     "growth_threshold": "i32",
     "good_after_growth": "i32",
@@ -179,6 +181,7 @@ def test_an_update_compiles_into_straight_line_code(number):
         capability,
         wide=wide,
         check_loss=check_loss,
+        note_loss=check_loss,
         moves=True,
         **chosen._asdict(),
     )
@@ -196,6 +199,7 @@ def test_an_update_of_a_fixed_scale_leaves_the_scale_alone():
         90,
         wide=False,
         check_loss=False,
+        note_loss=False,
         moves=False,
         **switches,
     )

@@ -102,6 +102,7 @@ def add(scaler: Any, optimizer: Any) -> None:
         if buffer is not None:
             own = torch.stack([flag, *(buffer[at].to(flag) for at in (NAN, AMAX))])
         flag, overflow, *seen = scaler._agreed_flags(plan, own, overflow).unbind()
+    iteration.accumulating = True
     total = iteration.sums.get(id(optimizer))
     if total is None:
         total = iteration.sums[id(optimizer)] = Sum(optimizer, scaler._scale.device)
@@ -120,8 +121,9 @@ def add(scaler: Any, optimizer: Any) -> None:
     if buffer is None:
         total.batches += 1
         total.good += flag == 0
-        return
-    total.add(optimizer, flag, buffer[HEADER:], inverse_of(scaler._scale))
+    else:
+        total.add(optimizer, flag, buffer[HEADER:], inverse_of(scaler._scale))
+    iteration.accumulating = False
 
 
 def _refuse(known: Any, gradients: list[Any]) -> None:
@@ -143,18 +145,19 @@ def _refuse(known: Any, gradients: list[Any]) -> None:
         raise GradientError(message)
 
 
-def finish(scaler: Any, optimizer: Any) -> None:
-    """Put what was added up into the gradients and judge it, once."""
-    total = scaler._iteration.sums.pop(id(optimizer), None)
-    if total is None:
-        return
+def check_complete(optimizer: Any) -> None:
+    """Raise if there are gradients that were not added up."""
     if any(parameter.grad is not None for parameter in parameters(optimizer)):
-        scaler._iteration.sums[id(optimizer)] = total
         message = (
-            "There are gradients that accumulate() has not taken, beside those that it "
-            "has. Call it after every backward."
+            "Some gradients were not passed to accumulate(). Call "
+            "accumulate(optimizer) after every backward()."
         )
         raise ContextError(message)
+
+
+def finish(scaler: Any, optimizer: Any) -> None:
+    """Put what was added up into the gradients and judge it, once."""
+    total = scaler._iteration.sums.pop(id(optimizer))
     try:
         total.give_back(optimizer)
         scaler._judge_sum(optimizer, total)

@@ -77,11 +77,11 @@ class OnHost:
     @staticmethod
     def tensor(number: Any, _device: Any) -> Any:
         """Return a number as a float64 tensor."""
-        return torch.tensor(number, dtype=torch.float64)
+        return torch.tensor(number, dtype=torch.float64, device="cpu")
 
     def reduced(self, lanes: list[Any], ranks: Ranks, operation: Any) -> list[Any]:
         """Return lanes that were reduced over a group."""
-        cpu = torch.tensor(lanes, dtype=torch.float64)
+        cpu = torch.tensor(lanes, dtype=torch.float64, device="cpu")
         return self.numbers(_reduced(cpu, ranks, operation))
 
 

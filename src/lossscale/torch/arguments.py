@@ -14,6 +14,18 @@ from lossscale.torch.steps import Names
 _TORCHS_NUMBERS = (2.0**16, 2.0, 0.5, 2000)
 
 
+def check_optimizer(method: str, optimizer: Any) -> Any:
+    """Return what was given if it is an optimizer, or raise."""
+    if hasattr(optimizer, "param_groups"):
+        return optimizer
+    argument = "optimizer, 1.0" if method == "clip_grad_norm_" else "optimizer"
+    message = (
+        f"{method}() takes the optimizer, got {checks.shown(optimizer)} "
+        f"({type(optimizer).__name__}). Write scaler.{method}({argument})."
+    )
+    raise SettingTypeError(message)
+
+
 def check_policy(policy: Any, numbers: tuple[Any, ...]) -> None:
     """Raise unless a policy is one, and comes alone."""
     if not isinstance(policy, Policy):

@@ -8,6 +8,7 @@ state are put back. So they are if anything is raised in between.
 """
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,18 +22,49 @@ class _NotFiniteError(Exception):
     """Ends an optimizer's step from within its closure."""
 
 
+def take_closure(
+    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any] | None, tuple[Any, ...], dict[str, Any]]:
+    """Return the closure among the arguments of a step, and the other arguments.
+
+    A function is one if it is given by that name, or first to an optimizer whose first
+    parameter has that name. Any other function is an argument like others.
+    """
+    closure = kwargs.get("closure")
+    if closure is not None:
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+        return closure, args, rest
+    if args and callable(args[0]) and _first_parameter(optimizer) == "closure":
+        return args[0], args[1:], kwargs
+    return None, args, kwargs
+
+
+def _first_parameter(optimizer: Any) -> str | None:
+    """Return the name of the first argument that an optimizer's step takes."""
+    return next(iter(inspect.signature(optimizer.step).parameters), None)
+
+
 def step(
     scaler: Any,
     optimizer: Any,
-    closure: Callable[[], Any],
-    *arguments: Any,
-    **keywords: Any,
+    stepped: Any,
+    closure: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Step an optimizer with a closure; return its result, `None` if skipped.
 
-    Gradients that are there before the call belong to nobody the scaler knows: they
-    are left alone, unless `unscale_` was called for them (SAM takes its first step from
-    them). If it was, and they are not finite, the closure is not called at all.
+    Gradients that are there before the call are not the scaler's: they are left alone,
+    unless `unscale_` was called for them (SAM takes its first step from them). If it
+    was, and they are not finite, the closure is not called at all.
+
+    Args:
+        scaler: The scaler.
+        optimizer: Whose gradients the closure makes.
+        stepped: The same, or the wrapper of a package around it.
+        closure: Runs the backward pass; the optimizer may call it with arguments.
+        args: What else its `step` takes.
+        kwargs: The same, by name.
     """
     if id(optimizer) in scaler._iteration.sums:
         message = (
@@ -45,21 +77,22 @@ def step(
         return None
     before = _Snapshot(optimizer)
 
-    def checked() -> Any:
+    def checked(*arguments: Any, **keywords: Any) -> Any:
         scaler._rearm(optimizer)
         with torch.enable_grad():
-            loss = closure()
+            loss = closure(*arguments, **keywords)
         if scaler._unscale_again(optimizer):
             return loss
         raise _NotFiniteError
 
     try:
-        return optimizer.step(checked, *arguments, **keywords)
+        return stepped.step(checked, *args, **kwargs)
     except _NotFiniteError:
         before.restore()
         return None
     except BaseException:
         before.restore()
+        scaler._rearm(optimizer)  # a retry brings its own gradients
         raise
 
 

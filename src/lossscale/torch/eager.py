@@ -151,7 +151,7 @@ def nothing(scale: Any, inverse: Any) -> Any:
     carried = known if scale is not None else 1 / known
     one = torch.ones_like(carried)
     zero = 0 * one
-    return torch.stack([zero] * 4 + [carried, 1 / carried, carried, one, zero])
+    return torch.stack([zero] * 4 + [carried, 1 / carried, carried, one, zero, -one])
 
 
 def flag_buffer(flag: Any, scale: Any) -> Any:
@@ -159,7 +159,7 @@ def flag_buffer(flag: Any, scale: Any) -> Any:
     one = torch.ones_like(flag)
     there = scale.to(flag.device)
     numbers = [(flag != 0).to(one.dtype), 0 * one, -one, -one]
-    return torch.stack([*numbers, there, 1 / there, there, one, 0 * one])
+    return torch.stack([*numbers, there, 1 / there, there, one, 0 * one, -one])
 
 
 def _measure_on_host(
@@ -234,7 +234,7 @@ def _on_host(
     if request.in_optimizer and not too_large:
         finite = finite and divisor <= FLOAT32_MAX
     header = [float(too_large or not finite), float(nan), amax, norm]
-    header += [divisor, clip * times, carried, clip, float(too_large)]
+    header += [divisor, clip * times, carried, clip, float(too_large), NOT_MEASURED]
     return torch.tensor(header + each, dtype=torch.float32, device="cpu")
 
 
@@ -305,6 +305,7 @@ def _on_device(
     found = torch.where(finite & ~too_large, 0.0, 1.0)
     header = [found, nan, _narrowed(amax), norm, scale / clip, clip * inverse]
     numbers = [number.to(torch.float32) for number in (*header, scale, clip, too_large)]
+    numbers.append(torch.full_like(numbers[0], NOT_MEASURED))
     return torch.cat([torch.stack(numbers), _narrowed(tops)])
 
 

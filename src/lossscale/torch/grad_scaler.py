@@ -8,7 +8,8 @@ optimizers, `steps` reports; `clipping`, `closures` and `accumulation` do what t
 called.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lossscale.core.policies import Fixed, Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
 from lossscale.torch import accumulation, clipping, handover
-from lossscale.torch.arguments import check_policy, named
+from lossscale.torch.arguments import check_optimizer, check_policy, named
 from lossscale.torch.compiling import uncompiled
 from lossscale.torch.drop_in import DropIn
 from lossscale.torch.gradients import inverse_of
@@ -66,6 +67,7 @@ class GradScaler(DropIn):
         on_no_gradients: str = "raise",
         allow_fp16: bool = False,
         measure_norm: bool = False,
+        measure_amax: bool = False,
         max_consecutive_skips: int | None = 100,
         on_collapse: str = "warn",
         process_group: Any = None,
@@ -92,6 +94,8 @@ class GradScaler(DropIn):
             allow_fp16: Unscale float16 gradients in place; torch refuses them.
             measure_norm: Measure the norm on every step, also where that takes another
                 read of the gradients. (The kernels on a GPU measure it anyway.)
+            measure_amax: Measure the largest magnitude of the gradients on every step,
+                also where that takes another read. (The kernels do it anyway.)
             max_consecutive_skips: After so many skipped steps in a row the alarm goes
                 off; `None` for none.
             on_collapse: What the alarm does: "warn", once in a row of skipped steps, or
@@ -132,6 +136,7 @@ class GradScaler(DropIn):
             on_no_gradients,
             checks.switch("allow_fp16", allow_fp16),
             checks.switch("measure_norm", measure_norm),
+            checks.switch("measure_amax", measure_amax),
         )
         self._declared = ranks
         if state is not None and self._enabled:
@@ -197,7 +202,8 @@ class GradScaler(DropIn):
             scale = self._scale if self._enabled else None
             device = "cpu" if scale is None else scale.device
             return torch.ones((), dtype=torch.bool, device=device)
-        return self._any([part.verdict.found for part in last.parts]) == 0
+        applied = self._any([part.verdict.found for part in last.parts]) == 0
+        return applied & all(part.stepped for part in last.parts)
 
     def step_scheduler(
         self, scheduler: Any, *arguments: Any, wait: bool = False
@@ -250,7 +256,25 @@ class GradScaler(DropIn):
             scaled = super().scale(outputs)
         if self._enabled and self._current_rule().checks_loss:
             self._check_loss(outputs)
+        elif self._enabled and not torch.compiler.is_compiling():
+            self._note_loss(outputs)
         return scaled
+
+    def _note_loss(self, outputs: Any) -> None:
+        """Keep for the report whether a loss was finite, where that costs no wait.
+
+        Of one number: a vector is no loss, and to read all of it may take long.
+        """
+        if isinstance(outputs, (list, tuple)):
+            for output in outputs:
+                self._note_loss(output)
+        elif type(outputs) is not torch.Tensor or outputs.numel() != 1:
+            return
+        elif outputs.device.type == "cpu":
+            bad = not math.isfinite(outputs.item())
+            self._iteration.loss_nonfinite = bad or bool(self._iteration.loss_nonfinite)
+        else:
+            self._iteration.raw_losses.append(outputs.detach())
 
     def _check_loss(self, outputs: Any) -> None:
         """Keep on the device whether a loss, before it was scaled, was not finite."""
@@ -315,36 +339,60 @@ class GradScaler(DropIn):
 
     @uncompiled
     def clip_grad_norm_(
-        self, optimizer: Any, max_norm: float, *, norm_type: float = 2.0
+        self,
+        optimizer: Any,
+        max_norm: float | Sequence[float],
+        *,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        write_back: bool = False,
     ) -> torch.Tensor:
         """Clip the norm of an optimizer's gradients; in place of `unscale_`.
 
-        One read gives the norm, the check for what is not finite and the factor. An
-        optimizer that takes `grad_scale` is handed the factor, and no gradient is
-        written; for others the gradients are multiplied once. Nothing waits.
+        One read gives the norm, the check for what is not finite and the factor.
+        Nothing waits. What `.grad` holds afterwards depends on the optimizer: a plain
+        one's gradients are unscaled and clipped. A fused one divides by itself, so its
+        gradients are left as they came, still scaled; pass `write_back=True`, or call
+        `unscale_` afterwards, to have them unscaled and clipped as well.
 
         Args:
             optimizer: Whose gradients to clip; once a step, after all backward passes.
             max_norm: What their norm shall not exceed, unscaled. Infinity measures the
-                norm and clips nothing.
-            norm_type: 2, or infinity for the largest magnitude.
+                norm and clips nothing. A list has one number for each parameter group,
+                and every group is clipped by its own norm.
+            norm_type: 2, infinity for the largest magnitude, or any positive number.
+                Other norms than the first two, and norms of groups, take a second read
+                of the gradients.
+            error_if_nonfinite: Raise if the norm is not finite, instead of skipping the
+                step; that waits for the device.
+            write_back: Write unscaled, clipped gradients to `.grad` also for an
+                optimizer that divides by itself.
 
         Returns:
             The norm of the unscaled gradients before clipping, on their device; 0 if
             there are none. If they are not finite it is infinite or NaN, and the step
-            will be skipped.
+            will be skipped. With a list, one norm for each parameter group.
 
         Raises:
-            SettingError: If `max_norm` is not positive, or the norm is another one.
+            SettingError: If `max_norm` or `norm_type` is not positive.
+            RuntimeError: With `error_if_nonfinite`, if the norm is not finite; the
+                gradients are as they were.
         """
-        max_norm, norm_type = clipping.checked(max_norm, norm_type)
+        wanted = clipping.check_arguments(
+            check_optimizer("clip_grad_norm_", optimizer),
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            write_back=write_back,
+        )
         if not self._enabled:
-            return clipping.unscaled(optimizer, max_norm, norm_type)
+            return clipping.clip_without_scale(optimizer, wanted)
         optimizer = handover.inner(optimizer)
         if self._scale is None and clipping.nothing_to_clip(self, optimizer):
-            return torch.zeros(())
+            shape = (len(wanted.max_norms),) if wanted.per_group else ()
+            return torch.zeros(shape, device="cpu")
         self._check_scale_growth_tracker("clip_grad_norm_")
-        return clipping.clip(self, optimizer, max_norm, norm_type)
+        return clipping.clip(self, optimizer, wanted)
 
     @uncompiled
     def accumulate(self, optimizer: Any) -> None:
@@ -362,7 +410,7 @@ class GradScaler(DropIn):
         if not self._enabled:
             return  # the gradients add up where they are
         self._check_scale_growth_tracker("accumulate")
-        optimizer = handover.inner(optimizer)
+        optimizer = handover.inner(check_optimizer("accumulate", optimizer))
         self._ready(optimizer)
         accumulation.add(self, optimizer)
 
@@ -375,32 +423,33 @@ class GradScaler(DropIn):
         """
         if not self._enabled:
             return [optimizer.step() for optimizer in optimizers]
+        for optimizer in optimizers:
+            check_optimizer("step_all", optimizer)
         self._check_scale_growth_tracker("step_all")
-        optimizers = tuple(map(handover.inner, optimizers))
+        given, optimizers = optimizers, tuple(map(handover.inner, optimizers))
         states = [self._unstepped(optimizer) for optimizer in optimizers]
-        for optimizer in optimizers:
-            if handover.takes_scale(optimizer) and handover.takes_scaler(optimizer):
-                message = (
-                    f"step_all() cannot hold {type(optimizer).__name__} back: it asks "
-                    "for the scaler and decides by itself. Step it with step()."
-                )
-                raise ContextError(message)
-        for optimizer in optimizers:
-            self._settle(optimizer)
-        if not all(state["found_inf_per_device"] for state in states):
-            message = "No inf checks were recorded for this optimizer."
-            raise AssertionError(message)
+        handover.refuse_scaler_takers(optimizers)
+        try:
+            for optimizer, state in zip(optimizers, states, strict=True):
+                self._prepare(optimizer, state)
+                self._require_checked(state)
+        finally:
+            for state in states:
+                self._iteration.of(state).stepping = None  # none was stepped
+        self._decide_together(states)
+        return [self._step(optimizer, (), {}, looked=True) for optimizer in given]
+
+    def _decide_together(self, states: list[dict[str, Any]]) -> None:
+        """Have all optimizers skip if one of them does."""
         flags = [
             flag for state in states for flag in state["found_inf_per_device"].values()
         ]
         together = self._any(flags)
         parts = [self._iteration.of(state).part for state in states]
         known = [part.verdict for part in parts if part is not None]
-        overflowed = [verdict.overflowed() for verdict in known]
-        if len(known) == len(states):  # or a subclass has found something by itself
-            held = together * (1.0 - self._any(overflowed))
+        overflowed = self._any([verdict.overflowed() for verdict in known])
+        if len(known) == len(states):  # else a subclass has found something by itself
             for verdict in known:
-                verdict.too_large.copy_(held)
+                verdict.too_large.copy_(together * (1.0 - overflowed))
         for flag in flags:
             flag.copy_(together)
-        return [self._step(optimizer, (), {}, looked=True) for optimizer in optimizers]

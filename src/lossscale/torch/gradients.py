@@ -10,6 +10,7 @@ looked at; other tensor subclasses are left to torch.
 
 from collections import defaultdict
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -42,6 +43,37 @@ def collected(optimizer: Any) -> list[Any]:
 def parameters(optimizer: Any) -> list[Any]:
     """Return the parameters of an optimizer, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+class FirstGradient:
+    """Which gradient an optimizer had first, to tell it from a later one.
+
+    A backward pass after `zero_grad()` brings a new tensor; after
+    `zero_grad(set_to_none=False)` it writes to the same one.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        gradient = _first_gradient(optimizer)
+        self._reference = (lambda: None) if gradient is None else ref(gradient)
+        self._version = None if gradient is None else gradient._version
+
+    def is_replaced(self, optimizer: Any) -> bool:
+        """Whether the optimizer has another tensor now."""
+        return self._reference() is not _first_gradient(optimizer)
+
+    def is_rewritten(self, optimizer: Any) -> bool:
+        """Whether the optimizer has the same tensor with other numbers."""
+        gradient = _first_gradient(optimizer)
+        return gradient is not None and gradient._version != self._version
+
+
+def _first_gradient(optimizer: Any) -> Any:
+    """Return the first gradient that an optimizer has; `None` if it has none."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (gradient := parameter.grad) is not None:
+                return gradient
+    return None
 
 
 class Group(NamedTuple):
@@ -191,7 +223,9 @@ class Sorted:
                 )
                 raise ContextError(message)
             order = [at for group in self.groups for at in group.places]
-            self._orders[device] = torch.tensor(order).argsort().to(device)
+            self._orders[device] = (
+                torch.tensor(order, device="cpu").argsort().to(device)
+            )
         return self._orders[device]
 
     def multiply_(self, gradients: list[Any], buffer: Any) -> None:

@@ -7,12 +7,15 @@ in an older form of the agreement, with the scaler itself.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+
+from lossscale.core.errors import ContextError
+from lossscale.torch.calls import warn_caller
 
 
 def takes_scale(optimizer: Any) -> bool:
@@ -34,6 +37,31 @@ def takes_scaler(optimizer: Any) -> bool:
 
 _asks: Any = WeakKeyDictionary()
 """What is known of the signatures of steps; to look at one takes longer than a step."""
+
+
+def refuse_scaler_takers(optimizers: Iterable[Any]) -> None:
+    """Raise if an optimizer cannot be held back together with others."""
+    for optimizer in optimizers:
+        if takes_scale(optimizer) and takes_scaler(optimizer):
+            message = (
+                f"step_all() cannot hold {type(optimizer).__name__} back: it asks for "
+                "the scaler and decides by itself. Step it with step()."
+            )
+            raise ContextError(message)
+
+
+def step_with_scaler(
+    optimizer: Any, scaler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Step an optimizer that asks for the scaler."""
+    warn_caller(
+        "GradScaler is going to stop passing itself as a keyword argument to "
+        "the passed optimizer. In the near future GradScaler registers "
+        "`grad_scale: Tensor` and `found_inf: Tensor` to the passed optimizer "
+        "and let the optimizer use them directly.",
+        FutureWarning,
+    )
+    return optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
 
 
 def is_watched(optimizer: Any) -> bool:
@@ -80,9 +108,14 @@ def handed_over(optimizer: Any, divisor: Any, found: Any) -> Iterator[None]:
         found: 1.0 to skip, else 0.0.
     """
     preset = getattr(optimizer, "grad_scale", None)
-    optimizer.grad_scale = (
-        preset if divisor is None else divisor if preset is None else divisor * preset
-    )
+    left = _left.get(id(optimizer))
+    if left is not None and left.ours is preset:
+        preset = left.preset  # an interrupt came before the lines at the end of this
+    ours = preset if divisor is None else divisor
+    if divisor is not None and preset is not None:
+        ours = divisor * preset
+    _left[id(optimizer)] = _Left(ours, preset)
+    optimizer.grad_scale = ours
     optimizer.found_inf = found
     done = False
     try:
@@ -93,6 +126,19 @@ def handed_over(optimizer: Any, divisor: Any, found: Any) -> Iterator[None]:
         del optimizer.found_inf
         if preset is not None and not done:
             optimizer.grad_scale = preset
+        del _left[id(optimizer)]
+
+
+class _Left(NamedTuple):
+    """What an optimizer has as `grad_scale` while it is stepped, and had before."""
+
+    ours: Any
+    preset: Any
+
+
+_left: dict[int, _Left] = {}
+"""By the id of the optimizer, while it is stepped. What stays here after an interrupt
+is told from a `grad_scale` of the caller's by its tensor."""
 
 
 def prepare_momentum(optimizer: Any, found: Any) -> bool:

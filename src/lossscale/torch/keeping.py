@@ -23,6 +23,7 @@ from lossscale.core.policies import Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
 from lossscale.torch.compiling import uncompiled
+from lossscale.torch.gradients import FirstGradient
 from lossscale.torch.rules import Cells, Rule, shown_factors, torchs_policy
 from lossscale.torch.steps import History, Names, Part
 from lossscale.torch.verdict import Shelf
@@ -40,7 +41,14 @@ class Facts:
     """What divides them in the optimizer, if they were clipped and left as they are."""
     clipped: bool = False
     given_up: bool = False
-    """They may have been unscaled, and nobody knows what they are."""
+    """Unscaling failed part-way; the gradients are in an unknown state."""
+    unscaling: bool = False
+    """Unscaling has begun. Still set in a later call, it was interrupted."""
+    stepping: FirstGradient | None = None
+    """The first gradient, while the optimizer is being stepped. Still set in a later
+    call, the step raised or was interrupted."""
+    raised: bool = False
+    """The optimizer's step has raised an ordinary exception."""
 
 
 class Iteration:
@@ -56,7 +64,13 @@ class Iteration:
         self.lost: list[Any] = []
         """The same of those whose loss was not finite: they leave the scale."""
         self.loss: Any = None
-        """1.0 if a loss was not finite; `None` if nobody looked."""
+        """1.0 if a loss was not finite; `None` if that was not checked."""
+        self.loss_nonfinite: bool | None = None
+        """Whether a loss that the host could read was not finite."""
+        self.raw_losses: list[Any] = []
+        """Losses on a device, before they were scaled."""
+        self.accumulating = False
+        """`accumulate` has begun. Still set in a later call, it was interrupted."""
 
     def of(self, state: dict[str, Any]) -> Facts:
         """Return the facts that go with torch's state of an optimizer."""
@@ -87,6 +101,7 @@ class Keeping(torch.amp.GradScaler):
         on_no_gradients: str,
         allow_fp16: bool,
         measure_norm: bool,
+        measure_amax: bool,
     ) -> None:
         super().__init__(device, *numbers, enabled=enabled)
         self._history = history
@@ -94,6 +109,7 @@ class Keeping(torch.amp.GradScaler):
         self._on_no_gradients = on_no_gradients
         self._allow_fp16 = allow_fp16
         self._measure_norm = measure_norm
+        self._measure_amax = measure_amax
         self._begun = 0
         """How many steps `update` has seen in this process."""
         self._open()
@@ -264,6 +280,31 @@ class Keeping(torch.amp.GradScaler):
         states = self._per_optimizer_states
         if any(self._iteration.of(state).given_up for state in states.values()):
             # A step that broke off is over: this is how to go on.
+            self.discard()
+
+    def discard(self) -> None:
+        """Drop the current iteration: start again with a new backward pass.
+
+        Call it together with `zero_grad` where an iteration is given up half-way: after
+        an exception in a step, or to forget what `accumulate` has added up. Gradients
+        that are still there count as scaled. The scale does not move, and nothing is
+        reported. With several ranks, call it on all of them.
+
+        Example:
+            >>> import torch, lossscale.torch as ls
+            >>> weight = torch.nn.Parameter(torch.ones(1))
+            >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+            >>> scaler = ls.GradScaler("cpu")
+            >>> scaler.scale(weight.sum()).backward()
+            >>> scaler.accumulate(optimizer)
+            >>> scaler.discard()  # a bad batch: begin again
+            >>> scaler.scale(2 * weight.sum()).backward()
+            >>> scaler.step(optimizer)
+            >>> scaler.update()
+            >>> weight.item()
+            -1.0
+        """
+        if self._enabled:
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -71,17 +71,19 @@ def _try_guard() -> Any:
         from torch._C._dynamo.guards import TensorGuards  # noqa: PLC0415
     except ImportError:
         return None
-    square = torch.zeros(2, 3)
+    square = torch.zeros(2, 3, device="cpu")
     guard = _guarded(TensorGuards, [square])
     others = (
-        torch.zeros(3, 2),
-        torch.zeros(3, 2).t(),
-        torch.zeros(6),
+        torch.zeros(3, 2, device="cpu"),
+        torch.zeros(3, 2, device="cpu").t(),
+        torch.zeros(6, device="cpu"),
         square.half(),
         square.to_sparse(),
         torch.zeros(2, 3, device="meta"),
         torch.nn.Parameter(square),
     )
-    if guard.check(torch.ones(2, 3)) and not any(map(guard.check, others)):
+    if guard.check(torch.ones(2, 3, device="cpu")) and not any(
+        map(guard.check, others)
+    ):
         return TensorGuards
     return None

@@ -16,7 +16,12 @@ from torch.amp.grad_scaler import OptState
 from lossscale.torch import eager, headroom
 from lossscale.torch.agreeing import Agreeing
 from lossscale.torch.eager import Request
-from lossscale.torch.gradients import Sorted, collected, inverse_of, parameters
+from lossscale.torch.gradients import (
+    Sorted,
+    collected,
+    inverse_of,
+    parameters,
+)
 from lossscale.torch.sharding import settle
 from lossscale.torch.steps import Part, name_of, weakly
 from lossscale.torch.verdict import Verdict
@@ -28,9 +33,54 @@ class Looking(Agreeing):
     _only_checking = False
     """Whether `_unscale_grads_` is called with gradients that stay scaled."""
 
+    def _begin(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of an optimizer for a call that goes on with its iteration.
+
+        An earlier call that raised or was interrupted half-way is settled first. If it
+        was `step` and a backward pass has brought new gradients since, these are
+        checked and unscaled as usual; if the optimizer raised and its gradients are
+        the same, they are stepped again. Anything else is refused: what became of the
+        gradients, or of the weights, is not known.
+        """
+        state: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
+        facts = self._iteration.of(state)
+        problem = ""
+        if self._iteration.accumulating:
+            problem = "accumulate() was interrupted."
+        elif facts.unscaling and not facts.given_up:
+            problem = "Unscaling the gradients of this optimizer was interrupted."
+        elif facts.stepping is not None:
+            unscaled = state["stage"] is not OptState.READY
+            if facts.stepping.is_replaced(optimizer):
+                self._rearm(optimizer)
+            elif not facts.raised:
+                problem = (
+                    "step() of this optimizer was interrupted: whether its gradients "
+                    "have been applied is not known."
+                )
+            elif unscaled and facts.stepping.is_rewritten(optimizer):
+                problem = (
+                    "step() of this optimizer raised after its gradients were "
+                    "unscaled, and they have been written to since: whether they are "
+                    "scaled is not known."
+                )
+        if problem:
+            message = f"{problem} {_HOW_TO_GO_ON}"
+            raise RuntimeError(message)
+        facts.stepping, facts.raised = None, False
+        return state
+
+    def _rearm(self, optimizer: Any) -> None:
+        """Check and unscale the next gradients of an optimizer from scratch."""
+        state = self._per_optimizer_states[id(optimizer)]
+        state["stage"] = OptState.READY
+        facts = self._iteration.of(state)
+        facts.divisor, facts.clipped, facts.stepping = None, False, None
+        facts.given_up = facts.unscaling = False
+
     def _ready(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of an optimizer whose gradients are as they came."""
-        state: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
+        state = self._begin(optimizer)
         if state["stage"] is OptState.UNSCALED:
             message = (
                 "unscale_() has already been called on this optimizer since the last "
@@ -107,6 +157,8 @@ class Looking(Agreeing):
             self._refuse(optimizer, known, allow_fp16=allow_fp16)
         if self._measure_norm:
             request = request._replace(with_norm=True)
+        if self._measure_amax:
+            request = request._replace(with_amax=True)
         if self._enabled and not self._rule.is_ours:
             request = request._replace(with_norm=True, with_amax=True)
         carried = (self._scale if inverse is None else None), inverse
@@ -130,6 +182,11 @@ class Looking(Agreeing):
 
     def _refuse(self, optimizer: Any, known: Sorted, *, allow_fp16: bool) -> None:
         """Raise for gradients that must not be looked at as they are."""
+        if not (known.half and not allow_fp16) and not known.overlapping:
+            return
+        state = self._per_optimizer_states.get(id(optimizer))
+        if state is not None:
+            self._iteration.of(state).unscaling = False  # nothing was changed
         if known.half and not allow_fp16:
             self._refuse_half(optimizer, known)
         if known.overlapping:
@@ -275,3 +332,9 @@ class Looking(Agreeing):
         ]
         together = there[0] if len(there) == 1 else torch.stack(there).amax()
         return (together != 0).to(torch.float32)
+
+
+_HOW_TO_GO_ON = (
+    "To go on, call optimizer.zero_grad() and scaler.discard(), on all ranks if there "
+    "are several, then run a new backward pass."
+)

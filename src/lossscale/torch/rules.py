@@ -65,6 +65,10 @@ class Flags(NamedTuple):
     """The loss was not finite; `None` if nobody looked."""
     held: Any
     """A step was skipped, and only because finite gradients were too large."""
+    raw_loss: Any = None
+    """The loss itself, if it is to be noted for the report and is not on the host."""
+    loss_seen: Any = None
+    """Where to note whether it was not finite."""
 
 
 def torchs_policy(
@@ -141,10 +145,13 @@ class Rule:
         device = cells.scale.device
         if self.is_ours and cells.numbers is not None:
             self._by_kernel(cells, flags)
-        elif self._on_host and device.type == "cpu":
+            return
+        if self._on_host and device.type == "cpu":
             self._by_host(cells, flags)
         else:
             self._by_tensors(cells, flags, signal())
+        if flags.raw_loss is not None:
+            flags.loss_seen.copy_(~torch.isfinite(flags.raw_loss))
 
     def _settings(self) -> Settings:
         """Return the numbers of the rule, as torch takes them if that is wanted."""
@@ -188,6 +195,7 @@ class Rule:
         if isinstance(self.policy, Dynamic):
             switches = self.policy.switches
         check_loss = self.checks_loss and flags.loss is not None
+        note_loss = flags.raw_loss is not None
         if self._repeated is None:
             self._repeated = Repeated()
         with on(device):
@@ -200,12 +208,14 @@ class Rule:
                     flags.skipped,
                     flags.held,
                     flags.loss if check_loss else flags.found,
+                    flags.raw_loss if note_loss else flags.found,
+                    flags.loss_seen if note_loss else flags.found,
                     cells.numbers,
                     settings.growth_threshold,
                     settings.good_after_growth,
                     settings.hysteresis,
                 ),
-                (self._wide, check_loss, moves, *switches),
+                (self._wide, check_loss, note_loss, moves, *switches),
             )
 
     def _by_host(self, cells: Cells, flags: Flags) -> None:
@@ -217,13 +227,14 @@ class Rule:
             too_large=flags.held.item() != 0.0,
         )
         moved = self._moved(state, signal, _pick)
-        cells.scale.fill_(as_float32(moved.scale))
+        # The scale last: an interrupt in between must not have it moved twice.
         cells.good.fill_(moved.good)
         cells.bad.fill_(moved.bad)
+        cells.scale.fill_(as_float32(moved.scale))
         skipped = flags.skipped.item() != 0.0
         steps, before, row = cells.counters.tolist()
         counted = [steps + 1, before + skipped, row + 1 if skipped else 0]
-        cells.counters.copy_(torch.tensor(counted, dtype=torch.int32))
+        cells.counters.copy_(torch.tensor(counted, dtype=torch.int32, device="cpu"))
 
     def _by_tensors(self, cells: Cells, flags: Flags, signal: Signal) -> None:
         scale = cells.scale
@@ -231,8 +242,9 @@ class Rule:
             scale = scale.double()
         state = ScaleState(scale, cells.good, cells.bad)
         moved = self._moved(state, signal, torch.where)
-        for cell, value in zip(cells[:3], moved, strict=True):
-            cell.copy_(torch.as_tensor(value))
+        # The scale last: an interrupt in between must not have it moved twice.
+        for cell, value in zip(cells[2::-1], moved[::-1], strict=True):
+            cell.copy_(torch.as_tensor(value, device=cell.device))
         skipped = flags.skipped != 0.0
         steps, before, row = cells.counters.unbind()
         one = skipped.to(torch.int32)

@@ -29,6 +29,8 @@ class Part(NamedTuple):
     optimizer: Any
     """A weak reference to it."""
     verdict: Verdict
+    stepped: bool = True
+    """Whether `step` was called for it, and came to its end."""
 
 
 class StepReport:
@@ -51,7 +53,13 @@ class StepReport:
     """
 
     def __init__(
-        self, index: int, parts: tuple[Part, ...], names: Any, loss: Any
+        self,
+        index: int,
+        parts: tuple[Part, ...],
+        names: Any,
+        loss: Any,
+        *,
+        loss_nonfinite: bool | None = None,
     ) -> None:
         """Keep what a step saw.
 
@@ -59,12 +67,15 @@ class StepReport:
             index: Which step of this scaler it is, from 1; a resumed one starts anew.
             parts: The verdicts of its optimizers.
             names: Gives a parameter's name, or `None`.
-            loss: Whether the loss was finite, a verdict likewise; `None` if not asked.
+            loss: Whether the loss was finite, a verdict likewise; `None` if the policy
+                does not ask for it.
+            loss_nonfinite: Whether the loss was not finite, if the host knows.
         """
         self.index = index
         self.parts = parts
         self._names = names
         self._loss = loss
+        self._loss_nonfinite = loss_nonfinite
         self._numbers: list[Seen] | None = None
 
     def arrived(self) -> bool:
@@ -74,11 +85,11 @@ class StepReport:
     @property
     def applied(self) -> bool:
         """Whether every optimizer took its step."""
-        return all(seen.finite for seen in self._seen())
+        return all(finite for _, finite in self.taken())
 
     @property
     def skipped(self) -> bool:
-        """Whether any optimizer skipped its step."""
+        """Whether any optimizer did not take its step."""
         return not self.applied
 
     @property
@@ -88,9 +99,12 @@ class StepReport:
         "loss" if the loss was not finite, "nan" or "inf" if a gradient was not, and
         "headroom" if all were finite and one too large for the optimizer to square (or,
         with SGD, to add up): then the scale stays, because no lower one would help.
+        "not stepped" if nothing was wrong and `step` was not called, or raised.
         """
         if self.applied:
             return None
+        if all(seen.finite for seen in self._seen()):
+            return "not stepped"
         if self.loss_finite is False:
             return "loss"
         if any(seen.nan for seen in self._seen()):
@@ -113,11 +127,13 @@ class StepReport:
 
     @property
     def amax(self) -> float | None:
-        """The largest magnitude of the tensors that are finite, still scaled.
+        """The largest magnitude of the tensors that are finite, unscaled as `norm` is.
 
-        `None` where nothing measured it.
+        `None` where nothing measured it. A GPU's kernels always do; elsewhere it takes
+        another read of the gradients: `GradScaler(measure_amax=True)` asks for it.
         """
-        return max((s.amax for s in self._seen() if s.amax is not None), default=None)
+        seen = self._seen()
+        return max((s.amax / s.scale for s in seen if s.amax is not None), default=None)
 
     @property
     def clip(self) -> float:
@@ -129,8 +145,16 @@ class StepReport:
 
     @property
     def loss_finite(self) -> bool | None:
-        """Whether the loss was finite before it was scaled; `None` if not asked."""
-        return None if self._loss is None else self._loss.seen().finite
+        """Whether the loss was finite before it was scaled; `None` if it is not known.
+
+        It is known if it was one number: then looking at it costs no wait.
+        """
+        if self._loss is not None:
+            finite: bool = self._loss.seen().finite
+            return finite
+        known = [seen.loss_nonfinite for seen in self._seen()] + [self._loss_nonfinite]
+        flags = [nonfinite for nonfinite in known if nonfinite is not None]
+        return not any(flags) if flags else None
 
     @property
     def culprits(self) -> tuple[str, ...]:
@@ -154,7 +178,7 @@ class StepReport:
     def taken(self) -> list[tuple[Any, bool]]:
         """Return weak references to the optimizers, each with whether it stepped."""
         pairs = zip(self.parts, self._seen(), strict=True)
-        return [(part.optimizer, seen.finite) for part, seen in pairs]
+        return [(part.optimizer, seen.finite and part.stepped) for part, seen in pairs]
 
     def applied_by(self, optimizer: Any) -> bool | None:
         """Whether one optimizer took its step; `None` if it had no part in this one."""
@@ -258,6 +282,8 @@ class History:
 
     def _watch(self, report: StepReport) -> None:
         """Count skipped steps in a row, and say so when they are too many."""
+        if report.reason == "not stepped":
+            return  # the caller may have stepped the optimizer without the scaler
         if report.applied:
             self._row.clear()
             self._in_a_row = 0
@@ -281,29 +307,56 @@ def _collapse(count: int, reports: list[StepReport]) -> str:
         shown = [*shown[:3], "...", *shown[-2:]]
     reasons = [report.reason for report in reports]
     every = ("inf", "nan", "loss", "headroom")
-    counts = [
-        f"{reasons.count(reason)} {reason}" for reason in every if reason in reasons
-    ]
+    counts = [f"{reasons.count(r)} {r}" for r in every if r in reasons]
     first = reports[0].broken[:_MOST]
     names = ", ".join(f"{name} ({reason})" for name, reason in first) or "unknown"
-    if "nan" in reasons[-2:] or "loss" in reasons[-2:]:
-        advice = (
-            "NaN stays NaN at every scale: look for it in the loss or the forward pass "
-            "(float16 activations beyond 65504, a division by 0, a model that was "
-            "trained in bfloat16), for example with torch.autograd.detect_anomaly()."
-        )
-    else:
-        advice = (
-            "The gradients overflow however low the scale is: the loss or the backward "
-            "pass has infinities of its own. Check the loss, lower the learning rate, "
-            "or keep the named tensors' layers in float32."
-        )
     return (
         f"{count} steps in a row were skipped; nothing is being trained. "
         f"Scales: {', '.join(shown)}. Reasons: {', '.join(counts)}. First tensors that "
-        f"were not finite: {names}. {advice}"
+        f"kept a step from being applied: {names}. {_advice(reports)}"
     )
 
+
+def _advice(reports: list[StepReport]) -> str:
+    """Say what follows from the last steps, and no more than that."""
+    last = reports[-_LAST:]
+    reasons = {report.reason for report in last}
+    scales = [report.scale for report in last]
+    if reasons == {"loss"}:
+        return (
+            "The loss was not finite before it was scaled, so no scale can help: look "
+            "for the cause in the forward pass (float16 activations beyond 65504, a "
+            "division by 0, a model that was trained in bfloat16) or in the weights."
+        )
+    if reasons == {"headroom"}:
+        return (
+            "The unscaled gradients are finite and too large for the optimizer to "
+            "square, so no scale can help: clip them with clip_grad_norm_(), or lower "
+            "the learning rate."
+        )
+    if scales[-1] <= 1.0:
+        return (
+            "The gradients are not finite at a scale of 1 or below, so the scale is "
+            "not the cause: look for it in the backward pass, for example with "
+            "torch.autograd.detect_anomaly(), or keep the named tensors' layers in "
+            "float32."
+        )
+    if scales[0] == scales[-1]:
+        return (
+            "The scale has not moved: give the scaler a lower one, or a policy that "
+            "lowers it."
+        )
+    known = all(report.loss_finite for report in last)
+    start = "The loss was finite, so the" if known else "The"
+    return (
+        f"{start} gradients may be overflowing because of the scale, which is still "
+        "being lowered; a NaN can come of that too (inf - inf). Start from a lower "
+        "scale to get there sooner."
+    )
+
+
+_LAST = 3
+"""How many of the last steps advice is based on."""
 
 _MOST = 6
 """How many scales or names a message lists."""

@@ -251,7 +251,7 @@ def flag(finite: Any) -> torch.Tensor:
 def _booleans(finite: Any) -> torch.Tensor:
     """Return flags as a boolean tensor; what has no meaning as a flag is an error."""
     if not isinstance(finite, torch.Tensor):
-        return torch.full((), _boolean(finite), dtype=torch.bool)
+        return torch.full((), _boolean(finite), dtype=torch.bool, device="cpu")
     if finite.is_complex() or finite.layout is not torch.strided:
         message = f"finite must be one boolean, got {shown(finite)}."
         raise GradientError(message)

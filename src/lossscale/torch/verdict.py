@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the gradients of one optimizer were, in one small buffer on their device.
 
-The buffer is float32: nine numbers about all gradients, then one per tensor, its
+The buffer is float32: ten numbers about all gradients, then one per tensor, its
 largest magnitude as it came (infinity or NaN if it is not finite, infinity also if only
 unscaling would make it so). The kernels and the eager path write the same layout.
 Nothing here waits for a device until a number is asked for; `publish` starts a copy to
@@ -34,13 +34,16 @@ CLIP = 7
 TOO_LARGE = 8
 """1 if the gradients are finite, and too large for the optimizer to square or add: the
 step is skipped, and the scale stays."""
-HEADER = 9
+LOSS = 9
+"""1 if the loss was not finite before it was scaled, 0 if it was, or NOT_MEASURED.
+Written when the scale moves, where the loss is not on the host."""
+HEADER = 10
 
 NOT_MEASURED = -1.0
 """Stands for a largest magnitude or a norm that nobody looked for."""
 
 
-Reason = Literal["inf", "nan", "loss", "headroom"]
+Reason = Literal["inf", "nan", "loss", "headroom", "not stepped"]
 """Why a step was skipped."""
 
 
@@ -54,6 +57,7 @@ class Seen(NamedTuple):
     scale: float
     clip: float
     too_large: bool
+    loss_nonfinite: bool | None
 
 
 class Verdict:
@@ -85,6 +89,10 @@ class Verdict:
         self.measured = measured
         self._copy: Any = None
         self._event: Any = None
+
+    def is_within(self, max_norm: float) -> bool:
+        """Whether gradients that are clipped to a norm are never too large."""
+        return self._bounds is not None and max_norm <= min(self._bounds)
 
     def overflowed(self) -> Any:
         """Return 1.0 if the step is skipped for more than gradients too large."""
@@ -152,6 +160,9 @@ class Verdict:
             scale=numbers[SCALE],
             clip=numbers[CLIP],
             too_large=numbers[TOO_LARGE] != 0.0,
+            loss_nonfinite=(
+                None if numbers[LOSS] == NOT_MEASURED else numbers[LOSS] != 0.0
+            ),
         )
 
     def broken(self) -> list[tuple[int, Reason]]:
@@ -199,7 +210,9 @@ class Shelf:
         """Return room for so many float32 numbers, given out once."""
         store = self._store.get(length)
         if not store:
-            block = torch.empty((_STORED, length), dtype=torch.float32, pin_memory=True)
+            block = torch.empty(
+                (_STORED, length), dtype=torch.float32, device="cpu", pin_memory=True
+            )
             store = self._store[length] = list(block.unbind())
         return store.pop()
 

@@ -45,7 +45,7 @@ def test_after_many_skips_it_warns_once_and_says_what_was_seen():
         "Scales: 64, 32, 16, 8.",
         "Reasons: 3 inf, 1 nan.",
         "head (inf)",
-        "learning rate",
+        "gradients may be overflowing because of the scale",
     ):
         assert part in text
 
@@ -58,7 +58,7 @@ def test_the_alarm_may_raise_and_the_update_is_complete():
         )
     )
     step(scaler, optimizer, math.nan, [weight])
-    with pytest.raises(CollapseError, match="NaN stays NaN at every scale"):
+    with pytest.raises(CollapseError, match="a NaN can come of that too"):
         step(scaler, optimizer, math.nan, [weight])
     assert (16.0, 2, 2) == (scaler.get_scale(), scaler.steps, scaler.skipped)
     assert {} == dict(scaler._per_optimizer_states)

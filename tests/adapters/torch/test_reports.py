@@ -130,7 +130,7 @@ def test_norm_and_amax_are_numbers_where_they_were_measured():
     weight.grad, other.grad = torch.tensor([-16.0]), torch.tensor([math.inf])
     scaler.step(optimizer)
     scaler.update()
-    assert (16.0, math.inf) == (scaler.last_step.amax, scaler.last_step.norm)
+    assert (16.0 / 8.0, math.inf) == (scaler.last_step.amax, scaler.last_step.norm)
 
 
 def test_the_reports_of_several_optimizers_are_one():
@@ -331,7 +331,7 @@ def test_the_largest_magnitude_is_that_of_all_optimizers():
         weight.grad, other.grad = torch.tensor([gradient]), torch.tensor([math.inf])
         scaler.step(optimizer)
     scaler.update()
-    assert scaler.last_step.amax == 80.0
+    assert scaler.last_step.amax == 80.0 / 8.0
 
 
 def test_a_scheduler_of_a_wrapped_optimizer_follows_the_wrapper():

@@ -94,7 +94,7 @@ def test_a_loss_that_is_not_finite_skips_and_may_hold_the_scale(hold, fused):
     scaler.step(optimizer)
     scaler.update()
     assert (1.0, 8.0 if hold else 4.0) == (weight.item(), scaler.get_scale())
-    assert ("loss" if hold else "nan") == scaler.last_step.reason
+    assert "loss" == scaler.last_step.reason
     # A loss that only its gradients overflow from lowers the scale.
     step(scaler, optimizer, math.inf, [weight])
     assert (4.0 if hold else 2.0) == scaler.get_scale()

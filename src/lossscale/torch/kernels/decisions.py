@@ -18,7 +18,8 @@ from lossscale.torch.kernels.gradients import inverse_of
 _rule = transition if triton.knobs.runtime.interpret else triton.jit(transition)
 
 _LANES = tl.constexpr(1024)
-_HEADER = tl.constexpr(9)
+_HEADER = tl.constexpr(10)
+_NOT_MEASURED = tl.constexpr(-1.0)
 _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
@@ -155,6 +156,7 @@ def decide(
         tl.store(verdict + 6, scale.to(tl.float32))
         tl.store(verdict + 7, clip.to(tl.float32))
         tl.store(verdict + 8, tl.where(too_large, 1.0, 0.0))
+        tl.store(verdict + 9, _NOT_MEASURED)
         tl.store(finished, 0)
 
 
@@ -168,12 +170,15 @@ def update(
     skipped_pointer,
     held_pointer,
     loss_pointer,
+    raw_loss_pointer,
+    loss_seen_pointer,
     settings,
     growth_threshold,
     good_after_growth,
     hysteresis,
     wide: tl.constexpr,
     check_loss: tl.constexpr,
+    note_loss: tl.constexpr,
     moves: tl.constexpr,
     backoff_divides: tl.constexpr,
     hold_at_min: tl.constexpr,
@@ -192,12 +197,15 @@ def update(
         skipped_pointer: 1 if the step was skipped, else 0, float32.
         held_pointer: 1 if finite gradients were too large, which leaves the scale.
         loss_pointer: 1 if the loss was not finite; read only if `check_loss`.
+        raw_loss_pointer: The loss before it was scaled; read only if `note_loss`.
+        loss_seen_pointer: Where 1 goes if it was not finite, else 0.
         settings: The rule's growth factor, back-off, floor and cap, float64.
         growth_threshold: As the rule has it.
         good_after_growth: As the rule has it.
         hysteresis: As the rule has it.
         wide: Multiply in float64 and round once, as torch does.
         check_loss: A loss that was not finite leaves the scale as it is.
+        note_loss: Whether to look at the loss for the report.
         moves: Whether the policy moves the scale at all.
         backoff_divides: As the rule has it.
         hold_at_min: As the rule has it.
@@ -254,6 +262,9 @@ def update(
         tl.store(scale_pointer, scale)
         tl.store(good_pointer, good)
         tl.store(bad_pointer, bad)
+    if note_loss:
+        raw = tl.abs(tl.load(raw_loss_pointer))
+        tl.store(loss_seen_pointer, tl.where(raw <= _FLOAT32_MAX, 0.0, 1.0))
     one = tl.where(skipped, 1, 0)
     tl.store(counters, tl.load(counters) + 1)
     tl.store(counters + 1, tl.load(counters + 1) + one)

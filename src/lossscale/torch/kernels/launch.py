@@ -8,6 +8,7 @@ pass may allocate them anew.
 
 import math
 from array import array
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -36,6 +37,11 @@ WARPS = 4
 
 _at_once = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 """torch's comparison of many addresses, in C++; only there if torch has CUDA."""
+
+
+def _host(numbers: Iterable[float], dtype: Any) -> Any:
+    """Return numbers as a tensor of the host, whatever torch's default device is."""
+    return torch.tensor(list(numbers), dtype=dtype, device="cpu")
 
 
 class Repeated:
@@ -89,16 +95,16 @@ class Tables(Repeated):
         self.mixed = len(several) > 1
         self.dtype = KINDS[next(iter(several))][1]
         each = [-(-count // (BLOCK * LOOPS)) for count in counts]
-        starts = torch.tensor(list(accumulate(each, initial=0)), dtype=torch.int32)
+        starts = _host(list(accumulate(each, initial=0)), torch.int32)
         self.chunks = int(starts[-1])
         tensors = torch.repeat_interleave(
-            torch.arange(self.tensors, dtype=torch.int32), torch.tensor(each)
+            _host(range(self.tensors), torch.int32), _host(each, torch.int64)
         )
-        numbers = torch.arange(self.chunks, dtype=torch.int32) - starts[tensors.long()]
-        kinds = torch.tensor([KINDS[dtype][0] for dtype in dtypes], dtype=torch.int32)
-        limits = torch.tensor([LIMITS[dtype] for dtype in dtypes], dtype=torch.float64)
-        headroom = torch.tensor(bounds, dtype=torch.float64)
-        sizes = torch.tensor(counts, dtype=torch.int64)
+        numbers = _host(range(self.chunks), torch.int32) - starts[tensors.long()]
+        kinds = _host([KINDS[dtype][0] for dtype in dtypes], torch.int32)
+        limits = _host([LIMITS[dtype] for dtype in dtypes], torch.float64)
+        headroom = _host(bounds, torch.float64)
+        sizes = _host(counts, torch.int64)
         self._held: list[Any] = []
         # In one copy. The numbers of 8 bytes come first, so that all are aligned.
         wide = torch.cat([sizes, limits.view(torch.int64), headroom.view(torch.int64)])
