@@ -86,7 +86,7 @@ def test_an_infinite_loss_is_skipped_and_the_report_says_why(fused):
     assert torch.equal(run.weights[0], run.weights[1])
     assert not torch.equal(run.weights[1], run.weights[2])
     report = run.reports[1]
-    assert (False, "inf", 1024.0) == (report.applied, report.reason, report.scale)
+    assert (False, "loss", 1024.0) == (report.applied, report.reason, report.scale)
     assert 1 == len(report.culprits)
     assert (6, 1) == (run.scaler.steps, run.scaler.skipped)
 

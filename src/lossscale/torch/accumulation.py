@@ -79,7 +79,9 @@ class Sum:
             if total is None:
                 continue
             total.mul_(share.to(total.device))
-            parameter.grad = put_back(total.to(parameter.dtype), parameter)
+            # torch 2.10 and later: a parameter may want gradients of another dtype.
+            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+            parameter.grad = put_back(total.to(dtype), parameter)
 
 
 def add(scaler: Any, optimizer: Any) -> None:

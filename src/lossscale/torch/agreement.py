@@ -223,7 +223,7 @@ def _reduced(lanes: Any, ranks: Ranks, operation: Any) -> Any:
 
 def _device(group: Any, device: Any) -> Any:
     """Return a device whose tensors a group can reduce; the given one if it can."""
-    kinds = {one.type for one in group._device_types}
+    kinds = {one.type for one in getattr(group, "_device_types", ())}
     if device.type in kinds or not kinds:
         return device
     kind = "cuda" if "cuda" in kinds else min(kinds)

@@ -40,8 +40,14 @@ def take_closure(
 
 
 def _first_parameter(optimizer: Any) -> str | None:
-    """Return the name of the first argument that an optimizer's step takes."""
-    return next(iter(inspect.signature(optimizer.step).parameters), None)
+    """Return the name of the first argument that an optimizer's step takes.
+
+    Accelerate puts a function of any arguments in its place; then that of the class.
+    """
+    names = list(inspect.signature(optimizer.step).parameters)
+    if names[:1] == ["args"]:
+        names = list(inspect.signature(type(optimizer).step).parameters)[1:]
+    return names[0] if names else None
 
 
 def step(

@@ -134,6 +134,8 @@ class DropIn(Looking):
         """
         closure, args, kwargs = closures.take_closure(stepped, args, kwargs)
         optimizer = handover.inner(stepped)
+        if optimizer is not stepped:
+            stepped = handover.stepped_by(optimizer, stepped)
         if closure is None:
             self._check_scale_growth_tracker("step")
         state = self._unstepped(optimizer)

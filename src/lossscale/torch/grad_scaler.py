@@ -10,7 +10,7 @@ called.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -21,12 +21,16 @@ from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
 from lossscale.torch import accumulation, clipping, handover
 from lossscale.torch.arguments import check_optimizer, check_policy, named
+from lossscale.torch.attributes import computed
 from lossscale.torch.compiling import uncompiled
 from lossscale.torch.drop_in import DropIn
 from lossscale.torch.gradients import inverse_of
 from lossscale.torch.ranks import declared
 from lossscale.torch.sharding import is_sharded
 from lossscale.torch.steps import History, Observer, StepReport
+
+Outputs = TypeVar("Outputs")
+"""A tensor, or an iterable of tensors."""
 
 
 class GradScaler(DropIn):
@@ -64,12 +68,12 @@ class GradScaler(DropIn):
         observer: Observer | None = None,
         names: Iterable[tuple[str, Any]] | Mapping[str, Any] | None = None,
         module: torch.nn.Module | None = None,
-        on_no_gradients: str = "raise",
+        on_no_gradients: Literal["raise", "clean step"] = "raise",
         allow_fp16: bool = False,
         measure_norm: bool = False,
         measure_amax: bool = False,
         max_consecutive_skips: int | None = 100,
-        on_collapse: str = "warn",
+        on_collapse: Literal["warn", "raise"] = "warn",
         process_group: Any = None,
         meshes: Any = None,
         sharded: Any = None,
@@ -140,17 +144,29 @@ class GradScaler(DropIn):
         )
         self._declared = ranks
         if state is not None and self._enabled:
-            first = check_state(self.policy, state)
+            first = check_state(self._current_rule().policy, state)
             self._init_scale, self._init_growth_tracker, self._init_bad = first
+
+    def __repr__(self) -> str:
+        """Return the scale, the policy and the counts; waits for the device."""
+        name = type(self).__name__
+        if not self._enabled:
+            return f"{name}(enabled=False)"
+        _, (steps, skipped, _) = self._own_numbers()
+        policy = self._current_rule().policy
+        return (
+            f"{name}(scale={self.get_scale():g}, policy={policy!r}, steps={steps}, "
+            f"skipped={skipped})"
+        )
 
     # -- what there is to know ---------------------------------------------------------
 
-    @property
+    @computed
     def policy(self) -> Policy:
         """The policy that moves the scale."""
         return self._current_rule().policy if self._enabled else Fixed(1.0)
 
-    @property
+    @computed
     def state(self) -> ScaleState:
         """The scale and its counters: tensors that the scaler goes on to change.
 
@@ -165,22 +181,22 @@ class GradScaler(DropIn):
             )
         return ScaleState(*self._cells()[:3])
 
-    @property
+    @computed
     def last_step(self) -> StepReport | None:
         """What became of the last step; `None` before the first `update`."""
         return self._history.last
 
-    @property
+    @computed
     def steps(self) -> int:
         """How many steps there were, skipped ones included; waits for the device."""
         return self._own_numbers()[1][0]
 
-    @property
+    @computed
     def skipped(self) -> int:
         """How many steps were skipped; waits for the device."""
         return self._own_numbers()[1][1]
 
-    @property
+    @computed
     def consecutive_skips(self) -> int:
         """How many were skipped since the last applied one; waits for the device."""
         return self._own_numbers()[1][2]
@@ -230,9 +246,12 @@ class GradScaler(DropIn):
                 "or scheduler.step()."
             )
             raise ContextError(message)
+        optimizer = getattr(scheduler, "optimizer", None)
+        if optimizer is None:  # the one that Accelerate has prepared has several
+            optimizer = scheduler.optimizers[0]
         self._history.receive(wait=wait)
         seen = self._schedulers.get(scheduler, self._begun - 1)
-        taken, last = self._history.after(seen, scheduler.optimizer)
+        taken, last = self._history.after(seen, handover.inner(optimizer))
         self._schedulers[scheduler] = last
         for _ in range(taken):
             scheduler.step(*arguments)
@@ -247,18 +266,30 @@ class GradScaler(DropIn):
 
     # -- scaling -----------------------------------------------------------------------
 
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: Outputs) -> Outputs:
         """Multiply a tensor, or an iterable of tensors, by the scale; as torch does."""
-        if self._enabled and self._scale is not None and type(outputs) is torch.Tensor:
+        tensor: Any = outputs
+        if self._enabled and type(tensor) is torch.Tensor:
             # torch.compile refuses to look into torch's own method.
-            scaled = outputs * self._scale.to(outputs.device, non_blocking=True)
+            if self._scale is None:
+                self._init_scale_on(tensor.device)
+            scaled = tensor * self._scale.to(tensor.device, non_blocking=True)
         else:
             scaled = super().scale(outputs)
         if self._enabled and self._current_rule().checks_loss:
             self._check_loss(outputs)
         elif self._enabled and not torch.compiler.is_compiling():
             self._note_loss(outputs)
-        return scaled
+        return cast("Outputs", scaled)
+
+    def _init_scale_on(self, device: torch.device) -> None:
+        """Make torch's two tensors, also where that is being compiled."""
+        if not torch.compiler.is_compiling():
+            self._lazy_init_scale_growth_tracker(device)
+            return
+        scale, tracker = self._init_scale, self._init_growth_tracker
+        self._scale = torch.full((), scale, dtype=torch.float32, device=device)
+        self._growth_tracker = torch.full((), tracker, dtype=torch.int32, device=device)
 
     def _note_loss(self, outputs: Any) -> None:
         """Keep for the report whether a loss was finite, where that costs no wait.

@@ -94,6 +94,17 @@ _WRAPPING = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 """The packages whose optimizers have a torch optimizer in them, as `optimizer`."""
 
 
+def stepped_by(optimizer: Any, wrapper: Any) -> Any:
+    """Return what to call `step` of: the wrapper, unless it calls a scaler in turn."""
+    holders = [
+        wrapper,
+        getattr(getattr(wrapper, "_strategy", None), "precision", None),
+        getattr(getattr(wrapper, "_strategy", None), "precision_plugin", None),
+    ]
+    scales = any(getattr(holder, "scaler", None) is not None for holder in holders)
+    return optimizer if scales else wrapper
+
+
 @contextmanager
 def handed_over(optimizer: Any, divisor: Any, found: Any) -> Iterator[None]:
     """Lend an optimizer the two tensors for one step.

@@ -10,6 +10,7 @@ so far, `Iteration`. Whoever opens a new iteration by replacing torch's dictiona
 `update` and some subclasses do, opens a new book with it.
 """
 
+import warnings
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -22,6 +23,7 @@ from lossscale.core.errors import LossScaleError, SettingError, StateError
 from lossscale.core.policies import Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
+from lossscale.torch.calls import warn_caller
 from lossscale.torch.compiling import uncompiled
 from lossscale.torch.gradients import FirstGradient
 from lossscale.torch.rules import Cells, Rule, shown_factors, torchs_policy
@@ -103,7 +105,11 @@ class Keeping(torch.amp.GradScaler):
         measure_norm: bool,
         measure_amax: bool,
     ) -> None:
-        super().__init__(device, *numbers, enabled=enabled)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            super().__init__(device, *numbers, enabled=enabled)
+        for warning in caught:  # that there is no CUDA: said of the caller's line
+            warn_caller(str(warning.message), warning.category)
         self._history = history
         self._names = names
         self._on_no_gradients = on_no_gradients

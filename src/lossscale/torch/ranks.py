@@ -48,7 +48,7 @@ def declared(process_group: Any, meshes: Any, sharded: Any) -> Declared:
     if process_group is None and meshes is None and sharded is None:
         return Declared()
     running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not running:
+    if not running and not any(map(_is_group_like, (process_group, sharded))):
         message = (
             "process_group=, meshes= and sharded= need a running process group. Call "
             "torch.distributed.init_process_group() before the scaler is made."
@@ -77,6 +77,9 @@ def _flat(name: str, given: Any) -> Iterable[Ranks]:
             yield from _flat(name, one)
     elif isinstance(given, torch.distributed.device_mesh.DeviceMesh):
         yield from of_mesh(given)
+    elif _is_group_like(given):
+        # Not torch's class, as in PyTorch's own tests: it reduces by its own method.
+        yield Ranks(given, tuple(range(given.size())))
     elif given is torch.distributed.GroupMember.NON_GROUP_MEMBER:
         message = (
             f"{name} holds a group that this rank is not a member of. Give every rank "
@@ -91,6 +94,13 @@ def _flat(name: str, given: Any) -> Iterable[Ranks]:
             f"{shown(given)}. Write torch.distributed.group.WORLD for all ranks."
         )
         raise SettingTypeError(message)
+
+
+def _is_group_like(given: Any) -> bool:
+    """Whether an object has what is needed of a process group, and is none."""
+    methods = ("rank", "size", "allreduce")
+    has_all = all(callable(getattr(given, method, None)) for method in methods)
+    return has_all and not isinstance(given, torch.distributed.ProcessGroup)
 
 
 def of_mesh(mesh: Any) -> list[Ranks]:

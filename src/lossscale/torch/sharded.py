@@ -68,6 +68,11 @@ class ShardedGradScaler(GradScaler):
         )
         self.process_group = process_group
 
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True
+    ) -> dict[Any, Any]:
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
     def _plan(self, optimizer: Any) -> Plan | None:
         running = distributed.is_available() and distributed.is_initialized()
         if running and not self._declared.agreeing:

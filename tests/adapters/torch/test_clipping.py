@@ -327,3 +327,135 @@ def test_the_norm_of_tiny_gradients_is_exact():
     assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(
         64 * 1.1e-22, rel=1e-6
     )
+
+
+# What `.grad` holds afterwards
+
+
+def clipped_by_torch(weights, max_norm, norm_type=2.0):
+    """Return unscaled gradients, clipped by torch, without touching the weights."""
+    copies = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+    for copy, weight in zip(copies, weights, strict=True):
+        copy.grad = weight.grad / 2.0**10
+    norm = torch.nn.utils.clip_grad_norm_(copies, max_norm, norm_type)
+    return norm, [copy.grad for copy in copies]
+
+
+def check_close(expected, weights):
+    for gradient, weight in zip(expected, weights, strict=True):
+        torch.testing.assert_close(gradient, weight.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", ["write_back", "unscale_"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_the_gradients_are_unscaled_and_clipped_if_asked_for(name, fused, way):
+    weights, optimizer = problem(name, fused, 1.0)
+    oracle, plain = problem(name, fused, 1.0)
+    _, expected = clipped_by_torch(weights, 0.1)
+    torchs_way(oracle, plain, 0.1, 2.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler.clip_grad_norm_(optimizer, 0.1, write_back=way == "write_back")
+    if way == "unscale_":
+        scaler.unscale_(optimizer)
+    check_close(expected, weights)
+    scaler.unscale_(optimizer)  # once more changes nothing
+    check_close(expected, weights)
+    scaler.step(optimizer)
+    scaler.update()
+    for weight, other in zip(weights, oracle, strict=True):
+        assert ulps(other, weight) <= 2
+    assert scaler.last_step.applied
+
+
+def test_clipping_by_value_after_a_fused_clip_needs_the_gradients_written_back():
+    weights, optimizer = problem("SGD", True, 1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler.clip_grad_norm_(optimizer, 1e6, write_back=True)
+    torch.nn.utils.clip_grad_value_(weights, 0.01)
+    before = [weight.detach().clone() for weight in weights]
+    scaler.step(optimizer)
+    for old, weight in zip(before, weights, strict=True):
+        assert (old - weight).abs().max() <= 0.5 * 0.01 * (1 + 1e-4)
+
+
+# Other norms, groups, and errors
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, 0.5])
+def test_any_norm_clips_as_torch_does(norm_type, fused):
+    weights, optimizer = problem("SGD", fused, 1.0)
+    expected_norm, expected = clipped_by_torch(weights, 0.1, norm_type)
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    norm = scaler.clip_grad_norm_(optimizer, 0.1, norm_type=norm_type)
+    torch.testing.assert_close(expected_norm, norm, rtol=1e-6, atol=0)
+    check_close(expected, weights)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.applied
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_every_group_is_clipped_by_its_own_norm(fused, enabled):
+    weights, _ = problem("SGD", fused, 1.0)
+    groups = [{"params": weights[:2]}, {"params": weights[2:]}]
+    optimizer = FUSED["SGD"](groups, fused=fused)
+    if not enabled:
+        for weight in weights:
+            weight.grad /= 2.0**10
+    scale = 1.0 if enabled else 2.0**10
+    expected = []
+    for group, limit in zip((weights[:2], weights[2:]), (0.5, 0.1), strict=True):
+        for weight in group:
+            weight.grad *= scale
+        expected.append(clipped_by_torch(group, limit))
+        for weight in group:
+            weight.grad /= scale
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10, enabled=enabled))
+    norms = scaler.clip_grad_norm_(optimizer, [0.5, 0.1])
+    for norm, (expected_norm, _) in zip(norms, expected, strict=True):
+        torch.testing.assert_close(expected_norm, norm, rtol=1e-6, atol=0)
+    check_close([grad for _, grads in expected for grad in grads], weights)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+def test_a_norm_that_is_not_finite_is_an_error_if_asked_for(fused, bad, norm_type):
+    weights, optimizer = problem("SGD", fused, 1.0)
+    weights[2].grad[3] = bad
+    before = [weight.grad.clone() for weight in weights]
+    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        scaler.clip_grad_norm_(
+            optimizer, 1.0, norm_type=norm_type, error_if_nonfinite=True
+        )
+    if norm_type == 2.0:
+        assert tensors_of(before) == tensors_of([weight.grad for weight in weights])
+    scaler.step(optimizer)
+    scaler.update()
+    assert (True, 2.0**9) == (scaler.last_step.skipped, scaler.get_scale())
+
+
+def test_unscaled_gradients_that_were_too_large_are_applied_once_they_are_clipped():
+    weight = parameter([1.0, 1.0])
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    scaler = started(ls.GradScaler("cpu", init_scale=1.0))
+    weight.grad = torch.tensor([3e18, 5e18])
+    scaler.unscale_(optimizer)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.applied
+    assert torch.isfinite(optimizer.state[weight]["exp_avg_sq"]).all()
+    # Squares beyond float32 have no norm that torch's function could clip by.
+    weight.grad = torch.tensor([3e18, 3e25])
+    scaler.unscale_(optimizer)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert "headroom" == scaler.last_step.reason
