@@ -35,6 +35,9 @@ def main() -> int:
     for name in driver.CONFIGURATIONS:
         if arguments.only not in name:
             continue
+        if hasattr(driver, "runs_on") and not driver.runs_on(name, arguments.device):
+            print(f"{name}: not on {arguments.device}", file=sys.stderr)
+            continue
         for own in (False, True):
             outcome = driver.run(
                 name,

@@ -17,7 +17,7 @@ from lossscale.core import checks
 from lossscale.core.errors import SettingError
 from lossscale.torch import handover
 from lossscale.torch.eager import Request
-from lossscale.torch.gradients import collected
+from lossscale.torch.gradients import FirstGradient, collected
 from lossscale.torch.verdict import DIVISOR, NORM
 
 _LOOKS = ("_unscale_grads_", "unscale_", "_check_inf_per_device")
@@ -235,6 +235,8 @@ def _in_one_read(
         known.multiply_(gradients, buffer)
     facts.clipped = True
     state["stage"] = OptState.UNSCALED
+    facts.unscaled = FirstGradient(optimizer)
+    facts.losses = scaler._iteration.losses
     facts.unscaling = False
     return buffer[NORM]
 

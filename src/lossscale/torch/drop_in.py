@@ -74,8 +74,10 @@ class DropIn(Looking):
                 optimizer, Request(write=True), allow_fp16=self._allow_fp16
             )
         state["stage"] = OptState.UNSCALED
+        facts.unscaled = FirstGradient(optimizer)
+        facts.losses = self._iteration.losses
         if stepping:
-            facts.stepping = FirstGradient(optimizer)
+            facts.stepping = facts.unscaled
         facts.unscaling = False
 
     def _write_back(self, optimizer: Any, state: dict[str, Any]) -> None:
@@ -170,7 +172,30 @@ class DropIn(Looking):
         if state["stage"] is OptState.STEPPED:
             message = "step() has already been called since the last update()."
             raise RuntimeError(message)
+        if state["stage"] is OptState.UNSCALED:
+            self._check_unscaled_again(optimizer, state)
         return state
+
+    def _check_unscaled_again(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Check unscaled gradients again if a backward pass may have come after.
+
+        An iteration that was given up between `unscale_` and `step` leaves its flags:
+        those of the next one would be applied unchecked, and still scaled. They are
+        taken for new if a loss was scaled since and `.grad` is another tensor; written
+        to in place, they are checked as they are.
+        """
+        facts = self._iteration.of(state)
+        unscaled = facts.unscaled
+        if unscaled is None or facts.losses == self._iteration.losses:
+            return
+        if unscaled.is_succeeded(optimizer):
+            self._rearm(optimizer)
+        elif unscaled.is_rewritten(optimizer):
+            one = torch.ones((), dtype=torch.float32, device=self._scale.device)
+            found = self._look(optimizer, Request(), allow_fp16=True, inverse=one)
+            for device, flag in state["found_inf_per_device"].items():
+                if device in found:
+                    torch.maximum(flag, found[device].reshape(flag.shape), out=flag)
 
     def _refuse_given_up(self, facts: Facts) -> None:
         """Raise if unscaling the gradients has failed."""

@@ -280,6 +280,8 @@ class GradScaler(DropIn):
             self._check_loss(outputs)
         elif self._enabled and not torch.compiler.is_compiling():
             self._note_loss(outputs)
+        if self._enabled and not torch.compiler.is_compiling():
+            self._iteration.losses += 1
         return cast("Outputs", scaled)
 
     def _init_scale_on(self, device: torch.device) -> None:

@@ -58,8 +58,13 @@ class FirstGradient:
         self._version = None if gradient is None else gradient._version
 
     def is_replaced(self, optimizer: Any) -> bool:
-        """Whether the optimizer has another tensor now."""
+        """Whether the optimizer has another tensor now, or none."""
         return self._reference() is not _first_gradient(optimizer)
+
+    def is_succeeded(self, optimizer: Any) -> bool:
+        """Whether the optimizer has another tensor now."""
+        gradient = _first_gradient(optimizer)
+        return gradient is not None and self._reference() is not gradient
 
     def is_rewritten(self, optimizer: Any) -> bool:
         """Whether the optimizer has the same tensor with other numbers."""

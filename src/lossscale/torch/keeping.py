@@ -46,6 +46,9 @@ class Facts:
     """Unscaling failed part-way; the gradients are in an unknown state."""
     unscaling: bool = False
     """Unscaling has begun. Still set in a later call, it was interrupted."""
+    unscaled: FirstGradient | None = None
+    """The first gradient when they were unscaled, and after how many losses."""
+    losses: int = 0
     stepping: FirstGradient | None = None
     """The first gradient, while the optimizer is being stepped. Still set in a later
     call, the step raised or was interrupted."""
@@ -71,6 +74,8 @@ class Iteration:
         """Whether a loss that the host could read was not finite."""
         self.raw_losses: list[Any] = []
         """Losses on a device, before they were scaled."""
+        self.losses = 0
+        """How many times `scale` was called."""
         self.accumulating = False
         """`accumulate` has begun. Still set in a later call, it was interrupted."""
 

@@ -77,6 +77,7 @@ class Looking(Agreeing):
         facts = self._iteration.of(state)
         facts.divisor, facts.clipped, facts.stepping = None, False, None
         facts.given_up = facts.unscaling = False
+        facts.unscaled = None
 
     def _ready(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of an optimizer whose gradients are as they came."""

@@ -131,6 +131,72 @@ def test_a_step_without_gradients_does_not_stop_the_next_one():
     assert 0.5 == weight.item()
 
 
+# An iteration that was given up between unscale_ and step
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("first", ["unscale_", "clip"])
+@pytest.mark.parametrize("second", ["step", "clip"])
+@pytest.mark.parametrize("factor", [1.0, math.nan])
+def test_gradients_after_an_iteration_that_was_given_up_are_new(
+    first, second, factor, fused
+):
+    weight, optimizer = problem(fused=fused)
+    scaler = ls.GradScaler("cpu", init_scale=SCALE)
+    backward(scaler, weight)
+    if first == "clip":
+        scaler.clip_grad_norm_(optimizer, 100.0)
+    else:
+        scaler.unscale_(optimizer)
+    optimizer.zero_grad()
+    backward(scaler, weight, factor)
+    if second == "clip":
+        scaler.clip_grad_norm_(optimizer, 100.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (1.0 if math.isnan(factor) else 0.5) == weight.item()
+
+
+def test_written_to_in_place_they_are_checked_as_they_are():
+    weight, optimizer = problem()
+    scaler = ls.GradScaler("cpu", init_scale=SCALE)
+    backward(scaler, weight)
+    scaler.unscale_(optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    backward(scaler, weight, math.nan)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (1.0, False) == (weight.item(), scaler.last_step.applied)
+
+
+@both
+def test_gradients_that_the_caller_replaces_after_unscaling_are_applied(cls):
+    weight, optimizer = problem()
+    scaler = cls("cpu", init_scale=SCALE)
+    backward(scaler, weight)
+    scaler.unscale_(optimizer)
+    weight.grad = weight.grad * 0.5
+    scaler.step(optimizer)
+    scaler.update()
+    assert 0.75 == weight.item()
+
+
+@both
+def test_two_optimizers_may_be_unscaled_between_their_losses(cls):
+    weight, first = problem()
+    other, second = problem()
+    scaler = cls("cpu", init_scale=SCALE)
+    backward(scaler, weight)
+    scaler.unscale_(first)
+    backward(scaler, other)
+    torch.nn.utils.clip_grad_norm_([weight], 0.5)
+    scaler.unscale_(second)
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    assert (0.75, 0.5) == (pytest.approx(weight.item(), rel=1e-5), other.item())
+
+
 # A step that was never taken
 
 
