@@ -52,6 +52,8 @@ def runs_on(configuration: str, device: str) -> bool:
 
 CALLS = ("scale", "backward", "unscale", "before step", "in step", "after step")
 SHAPES = ((5,), (3, 4), (1,))
+INTERVAL = 3
+"""Growth so often that, with all the overflows, the scale visits both of its ends."""
 
 
 class Loop:
@@ -78,9 +80,9 @@ class Loop:
         ]
         optimizer = self._class(weights, lr=1e-3, **self._settings)
         if self._own:
-            scaler = torch.amp.GradScaler(self._device, growth_interval=50)
+            scaler = torch.amp.GradScaler(self._device, growth_interval=INTERVAL)
         else:
-            scaler = GradScaler(self._device, growth_interval=50)
+            scaler = GradScaler(self._device, growth_interval=INTERVAL)
         return weights, optimizer, scaler
 
     def resume(self) -> None:

@@ -201,3 +201,59 @@ def test_a_whole_step_in_a_cuda_graph():
     graph.replay()
     assert 0 == scaler.consecutive_skips
     assert not torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("path", ["step", "unscale_", "clip"])
+def test_a_gradient_that_cannot_be_squared_is_skipped_at_the_same_scale(fused, path):
+    weight = torch.nn.Parameter(torch.ones(5, device="cuda"))
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    scaler = GradScaler("cuda", names=[("head", weight)])
+    for value in (1.0, 3e38):
+        scaler.scale(weight.sum()).backward()
+        weight.grad = torch.ones_like(weight)
+        weight.grad[3] = value
+        if path == "unscale_":
+            scaler.unscale_(optimizer)
+        if path == "clip":
+            scaler.clip_grad_norm_(optimizer, 1e30)
+        scaler.step(optimizer)
+        scaler.update()
+    report = scaler.last_step
+    assert ("headroom", 65536.0) == (report.reason, scaler.get_scale())
+    assert (("head", "headroom"),) == report.broken
+    assert torch.isfinite(optimizer.state[weight]["exp_avg_sq"]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("several", [False, True])
+def test_whether_the_loss_was_finite_is_known_without_a_wait(dtype, several):
+    weight = torch.nn.Parameter(torch.ones(5, device="cuda"))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    scaler = GradScaler("cuda", init_scale=8.0)
+    known = []
+    for factor in (1.0, math.nan, math.inf, 2.0):
+        optimizer.zero_grad()
+        loss = (weight.to(dtype) * factor).sum()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            scaler.scale(loss).backward()
+            if several:
+                scaler.scale(weight.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        known.append((scaler.last_step.loss_finite, scaler.last_step.reason))
+    assert [(True, None), (False, "loss"), (False, "loss"), (True, None)] == known
+
+
+def test_the_largest_magnitude_comes_with_the_read():
+    weight = torch.nn.Parameter(torch.ones(2, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = GradScaler("cuda", init_scale=8.0)
+    scaler.scale(weight.sum())
+    weight.grad = torch.tensor([24.0, -32.0], device="cuda")
+    scaler.step(optimizer)
+    scaler.update()
+    assert (4.0, 5.0) == (scaler.last_step.amax, scaler.last_step.norm)
