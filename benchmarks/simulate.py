@@ -36,7 +36,7 @@ def hundred() -> list[Dynamic]:
 def command_seconds() -> float:
     """Time `lossscale simulate` for a hundred policies, as a process."""
     sweep = f"growth_interval=50:4000:{POLICIES}"
-    command = [sys.executable, "-m", "lossscale.cli", "simulate", "-p", "torch"]
+    command = [sys.executable, "-m", "lossscale", "simulate", "-p", "torch"]
     command += ["--sweep", sweep, "--steps", str(STEPS), "--rate", "0.001", "--json"]
     start = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603

@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from helpers.limits import HANG_SECONDS
+from helpers.terminals import read_all, seen_on_a_terminal
 
 from lossscale import Dynamic, presets, to_portable
 
-COMMAND = [sys.executable, "-m", "lossscale.cli"]
+COMMAND = [sys.executable, "-m", "lossscale"]
 
 
 def run(*arguments, cwd=None, given=None):
@@ -20,7 +22,7 @@ def run(*arguments, cwd=None, given=None):
         text=True,
         cwd=cwd,
         input=given,
-        timeout=300,
+        timeout=HANG_SECONDS,
         check=False,
     )
 
@@ -56,6 +58,7 @@ def check(result):
             *("--sweep", "hysteresis=1:9999:9999"),
         ),
         ("simulate", "--trace", "--steps", "20000"),
+        ("presests",),
         ("simulate", "--seed", "-1"),
         ("simulate", "-p", "fixed:0**-1"),
         ("simulate", "-p", "dynamic:growth_interval=-2**0.5"),
@@ -65,6 +68,7 @@ def check(result):
         ("demo", "--seed", "-1"),
         ("demo", "-o", "no/such/folder/x.png"),
         ("demo", "-o", "x.foo"),
+        ("demo", "-o", "x.png", "--json"),
         ("presets", "pytorch"),
         ("convert", "none.json", "--to", "torch"),
         ("convert", __file__, "--to", "torch"),
@@ -187,6 +191,28 @@ def test_a_random_sequence_is_the_same_for_the_same_seed():
     assert first != check(run(*arguments, "--seed", "1"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "question"),
+    [
+        (["presests"], "'presets'"),
+        (["presets", "pytorch"], "'torch'"),
+        (["demo", "--polcy", "torch"], "'--policy'"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_asked_about(arguments, question):
+    assert f"Did you mean {question}?" in run(*arguments).stderr
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_narrow_terminal_shows_every_name_of_a_preset_whole(columns):
+    shown = seen_on_a_terminal(columns, "presets")
+    for name in presets.PRESETS:
+        assert 3 <= sum(line.startswith(f"{name} ") for line in shown)
+    assert "…" not in "".join(shown)
+    # The name of an original is one long word, which a terminal breaks by itself.
+    assert columns >= max(len(line) for line in shown if len(line.split()) > 1)
+
+
 def test_a_table_in_a_pipe_is_not_cut():
     out = check(run("presets"))
     for name, preset in presets.PRESETS.items():
@@ -257,26 +283,6 @@ def test_the_demo_takes_a_policy_a_seed_and_json(tmp_path):
     assert [] == list(tmp_path.iterdir())
 
 
-def test_the_doctor_says_what_works_and_what_to_type():
-    report = json.loads(check(run("doctor", "--json")))
-    parts = {part["part"]: part for part in report["parts"]}
-    assert parts["numpy"]["works"]
-    for part in report["parts"]:
-        assert part["works"] or part["advice"]
-
-
-def test_the_doctor_sees_a_broken_and_a_missing_installation():
-    from lossscale.cli.doctor import _examine, _Part
-
-    broken = _examine(_Part("x", ("numpy",), "raise SystemExit('torn')", "type this"))
-    assert not broken.works
-    assert "torn; type this" == broken.advice
-    missing = _examine(_Part("x", ("no-such-package",), "", "type that"))
-    assert (None, False, "type that") == missing[1:]
-    working = _examine(_Part("x", ("numpy",), "import numpy", "type this"))
-    assert (True, None) == working[2:]
-
-
 def test_the_version_is_told():
     from importlib.metadata import version
 
@@ -298,7 +304,7 @@ def test_a_reader_that_goes_away_is_no_error(arguments):
     process.stdout.close()
     errors = process.stderr.read()
     process.stderr.close()
-    process.wait(timeout=60)
+    process.wait(timeout=HANG_SECONDS)
     assert (b"", 0) == (errors, process.returncode)
 
 
@@ -310,19 +316,10 @@ def test_a_terminal_sees_a_progress_bar_and_a_pipe_does_not(tmp_path):
         env=os.environ | {"TERM": "xterm-256color"},
     )  # fmt: skip
     os.close(follower)
-    shown = b""
-    while True:
-        try:
-            piece = os.read(leader, 4096)
-        except OSError:  # how a pseudo-terminal says that the other side has closed
-            break
-        if not piece:
-            break
-        shown += piece
-    os.close(leader)
+    shown = read_all(leader)
     json.loads(process.stdout.read())
     process.stdout.close()
-    process.wait(timeout=60)
+    process.wait(timeout=HANG_SECONDS)
     assert b"training" in shown
     assert "training" not in run("demo", "--steps", "2", "--json").stderr
 

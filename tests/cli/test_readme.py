@@ -34,7 +34,7 @@ def test_a_command_of_the_readme_works(arguments, tmp_path):
     state = to_portable(Dynamic(), Dynamic().init())
     (tmp_path / "scaler.json").write_text(json.dumps(state), encoding="utf-8")
     result = subprocess.run(
-        [sys.executable, "-m", "lossscale.cli", *arguments],
+        [sys.executable, "-m", "lossscale", *arguments],
         cwd=tmp_path,
         capture_output=True,
         text=True,

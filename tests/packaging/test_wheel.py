@@ -77,7 +77,7 @@ def test_the_adapter_the_demo_and_the_command_run_from_the_wheel(wheel, tmp_path
     )
     assert str(target) in result.stdout
     result = subprocess.run(
-        [sys.executable, "-m", "lossscale.cli", "demo", "--steps", "1", "--json"],
+        [sys.executable, "-m", "lossscale", "demo", "--steps", "1", "--json"],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

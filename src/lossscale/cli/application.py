@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from lossscale.cli.choices import Group
 from lossscale.cli.convert import convert
 from lossscale.cli.demo import demo
 from lossscale.cli.doctor import doctor
@@ -15,7 +16,7 @@ from lossscale.cli.simulate import simulate
 from lossscale.core.errors import LossScaleError
 
 
-class _Group(click.Group):
+class _Group(Group):
     """Turns our exceptions into one line on stderr and exit status 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -38,7 +39,7 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="lossscale")
 def application() -> None:
-    """Loss scaling for mixed-precision training: look, try and convert."""
+    """Loss scaling for mixed-precision training: examine, try and convert."""
 
 
 for command in (demo, simulate, presets, convert, doctor):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from lossscale.cli.choices import refuse_together
 from lossscale.cli.output import number, print_json, print_table, progress
 from lossscale.cli.policies import parse_policy
 
@@ -34,8 +35,14 @@ _RUNS = 4
     help="Where the picture goes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, draw nothing.")
+@click.pass_context
 def demo(
-    seed: int, steps: int, policy: str | None, output: Path, as_json: bool
+    ctx: click.Context,
+    seed: int,
+    steps: int,
+    policy: str | None,
+    output: Path,
+    as_json: bool,
 ) -> None:
     """Train a small network on real digits in float32 and, three ways, in float16.
 
@@ -44,6 +51,7 @@ def demo(
     """
     from lossscale.demo import check_matplotlib, compare, draw
 
+    refuse_together(ctx, "as_json", "output")
     if not as_json:
         # What would fail after the training fails before it.
         check_matplotlib()

@@ -1,158 +1,159 @@
 # SPDX-License-Identifier: Apache-2.0
 """`lossscale doctor`: what is installed, what works, and what to type if not."""
 
+import os
 import platform
-import subprocess
-import sys
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from typing import NamedTuple
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any, NamedTuple
 
 import click
 
-from lossscale.cli.output import print_json, print_table, progress
+from lossscale.cli.choices import Choice
+from lossscale.cli.output import print_json, print_notes, print_table, progress
+from lossscale.cli.probe import PARTS, Answer, Part, examine
 
-_TIMEOUT_SECONDS = 120
+WORKS, MISSING, UNUSABLE = "works", "not installed", "not usable"
+UNSUPPORTED, BROKEN = "unsupported", "broken"
 
-
-class _Part(NamedTuple):
-    """Something that lossscale can use."""
-
-    name: str
-    packages: tuple[str, ...]
-    """Names under which it is distributed; the first one found counts."""
-    probe: str
-    """A program that fails, saying why, if the part does not work."""
-    remedy: str
-    """What to type if it is not there."""
-    adapter: str | None = None
-    """The module of lossscale that uses it."""
-
-
-class _Row(NamedTuple):
-    """What was found out about a part."""
-
-    part: str
-    version: str | None
-    works: bool
-    advice: str | None
-
-
-# Each probe runs in a process of its own: importing TensorFlow and then Triton aborts
-# the interpreter, and a broken installation must not take the doctor down with it.
-_PARTS = (
-    _Part("numpy", ("numpy",), "import numpy", "pip install 'lossscale[numpy]'"),
-    _Part("simulate", ("numba",), "import numba", "pip install 'lossscale[simulate]'"),
-    _Part(
-        "plot", ("matplotlib",), "import matplotlib", "pip install 'lossscale[plot]'"
-    ),
-    _Part(
-        "torch",
-        ("torch",),
-        "import torch",
-        "pip install 'lossscale[torch]'",
-        "lossscale.torch",
-    ),
-    _Part(
-        "tensorflow",
-        ("tensorflow", "tensorflow-cpu"),
-        "import tensorflow",
-        "pip install 'lossscale[tensorflow]'",
-        "lossscale.tensorflow",
-    ),
-    _Part(
-        "keras",
-        ("keras",),
-        "import keras",
-        "pip install 'lossscale[keras]'",
-        "lossscale.keras",
-    ),
-    _Part(
-        "jax",
-        ("jax",),
-        "import jax; jax.devices()",
-        "pip install 'lossscale[jax]'",
-        "lossscale.jax",
-    ),
-    _Part(
-        "optax",
-        ("optax",),
-        "import optax",
-        "pip install 'lossscale[optax]'",
-        "lossscale.optax",
-    ),
-    _Part(
-        "triton kernels",
-        ("triton",),
-        "import sys, torch, triton\n"
-        "sys.exit(None if torch.cuda.is_available() else 'no CUDA device is visible')",
-        "pip install 'lossscale[triton]' on a machine with an NVIDIA GPU",
-        "lossscale.torch",
-    ),
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "JAX_ENABLE_X64",
+    "JAX_PLATFORMS",
+    "KERAS_BACKEND",
+    "PYTHONPATH",
+    "TF_USE_LEGACY_KERAS",
+    "TRITON_INTERPRET",
+    "XLA_FLAGS",
 )
 
 
+class Finding(NamedTuple):
+    """What is said about a part."""
+
+    part: str
+    status: str
+    """One of `WORKS`, `MISSING`, `UNUSABLE`, `UNSUPPORTED` and `BROKEN`."""
+    version: str | None
+    required: str | None
+    """The versions that lossscale declares."""
+    runs_on: tuple[str, ...]
+    problem: str | None
+    advice: str | None
+    """What to type."""
+
+
 @click.command()
+@click.argument("parts", nargs=-1, type=Choice(list(PARTS)))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(as_json: bool) -> None:
-    """Say which frameworks and kernels work here and, if not, what to type."""
-    rows = []
-    with progress("examining", len(_PARTS)) as advance:
-        for part in _PARTS:
-            rows.append(_examine(part))
+@click.pass_context
+def doctor(ctx: click.Context, parts: tuple[str, ...], as_json: bool) -> None:
+    """Say which packages work here and, if not, what to type.
+
+    Every part is imported, with the adapter that uses it, and its version is compared
+    with the one that lossscale declares. PARTS are some of them. [default: all]
+
+    The exit status is 1 if a part is installed and does not work or is not supported.
+    """
+    chosen = list(dict.fromkeys(parts)) or list(PARTS)
+    ranges = _declared()
+    findings = []
+    with progress("examining", len(chosen)) as advance:
+        for name in chosen:
+            findings.append(_judge(PARTS[name], examine(PARTS[name]), ranges))
             advance()
-    system = {
-        "lossscale": version("lossscale"),
-        "python": platform.python_version(),
-        "system": platform.platform(),
-    }
+    healthy = not any(x.status in {UNSUPPORTED, BROKEN} for x in findings)
+    system = _system()
     if as_json:
-        print_json(system | {"parts": [row._asdict() for row in rows]})
-        return
-    for name, value in system.items():
-        click.echo(f"{name} {value}")
-    click.echo()
-    print_table(
-        ["part", "version", "works", "what to do"],
-        [
-            [
-                row.part,
-                row.version or "-",
-                "yes" if row.works else "no",
-                row.advice or "",
-            ]
-            for row in rows
-        ],
+        parts_found = [finding._asdict() for finding in findings]
+        print_json(system | {"ok": healthy, "parts": parts_found})
+    else:
+        _print(system, findings)
+    ctx.exit(0 if healthy else 1)
+
+
+def _print(system: dict[str, Any], findings: list[Finding]) -> None:
+    variables = system.pop("environment")
+    print_notes(
+        [f"{name} {value or 'without metadata'}" for name, value in system.items()]
+        + [f"{name}={value}" for name, value in variables.items()]
     )
+    click.echo()
+    columns = ["part", "status", "version", "needs", "runs on"]
+    rows = [
+        [x.part, x.status, x.version or "-", x.required or "-", ", ".join(x.runs_on)]
+        for x in findings
+    ]
+    print_table(columns, rows, text_columns=len(columns))
+    notes = [
+        f"{x.part}: {sentence}"
+        for x in findings
+        for sentence in (x.problem, x.advice)
+        if sentence
+    ]
+    if notes:
+        click.echo()
+        print_notes(notes)
 
 
-def _examine(part: _Part) -> _Row:
-    """Return what is known about a part, after trying it."""
-    found = next(filter(None, map(_version, part.packages)), None)
-    if found is None:
-        return _Row(part.name, None, works=False, advice=part.remedy)
+def _system() -> dict[str, Any]:
     try:
-        result = subprocess.run(  # noqa: S603  # our own interpreter, fixed programs
-            [sys.executable, "-c", part.probe],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        reason = f"no answer within {_TIMEOUT_SECONDS} s"
-        return _Row(part.name, found, works=False, advice=f"{reason}; {part.remedy}")
-    if result.returncode:
-        lines = result.stderr.strip().splitlines() or [f"exit {result.returncode}"]
-        return _Row(part.name, found, works=False, advice=f"{lines[-1]}; {part.remedy}")
-    if part.adapter and find_spec(part.adapter) is None:
-        advice = "installed; this version of lossscale has no adapter for it yet"
-        return _Row(part.name, found, works=False, advice=advice)
-    return _Row(part.name, found, works=True, advice=None)
+        own: str | None = version("lossscale")
+    except PackageNotFoundError:  # a source tree on PYTHONPATH
+        own = None
+    return {
+        "lossscale": own,
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "platform": platform.platform(),
+        "environment": {x: os.environ[x] for x in _VARIABLES if x in os.environ},
+    }
 
 
-def _version(package: str) -> str | None:
+def _declared() -> dict[tuple[str, str], str]:
+    """Return the declared ranges, by extra and package."""
+    from packaging.requirements import Requirement
+
     try:
-        return version(package)
+        requirements = [Requirement(line) for line in requires("lossscale") or ()]
     except PackageNotFoundError:
-        return None
+        return {}
+    extras = {part.extra for part in PARTS.values()}
+    return {
+        (extra, one.name): str(one.specifier)
+        for one in requirements
+        for extra in extras
+        if one.marker is None or one.marker.evaluate({"extra": extra})
+    }
+
+
+def _judge(part: Part, answer: Answer, ranges: dict[tuple[str, str], str]) -> Finding:
+    """Return what is to be said about a part after it was tried."""
+    required = ranges.get((part.extra, part.name))
+    install = f"pip install 'lossscale[{part.extra}]'"
+    status, problem, advice = WORKS, answer.problem, None
+    if answer.version is None and answer.problem is None:
+        status, advice = MISSING, install
+    elif not _supports(required, answer.version):
+        status = UNSUPPORTED
+        problem = problem or f"lossscale needs {part.name} {required}"
+        advice = None if install in problem else install
+    elif answer.problem is not None:
+        status = BROKEN
+        module = part.adapter or part.name
+        advice = f"The whole error: python -I -c 'import {module}'"
+    elif answer.unusable is not None:
+        status, problem = UNUSABLE, answer.unusable
+    found = (answer.version, required, answer.runs_on)
+    return Finding(part.name, status, *found, problem, advice)
+
+
+def _supports(required: str | None, found: str | None) -> bool:
+    """Whether a version is in a range; a version that cannot be read is."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    if required is None or found is None:
+        return True
+    try:
+        return SpecifierSet(required).contains(Version(found), prereleases=True)
+    except InvalidVersion:
+        return True

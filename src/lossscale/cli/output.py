@@ -5,17 +5,22 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import frexp
+from textwrap import wrap
 from typing import Any
 
 import click
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, JustifyMethod
+from rich.measure import Measurement
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 _WIDTH_WITHOUT_TERMINAL = 160
 """In a pipe nothing is cut to 80 columns: whoever reads it wants it whole."""
+
+
+_UNBOUNDED = 10_000
 
 
 class _Console(Console):
@@ -30,19 +35,78 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: names and advice to the left, everything else to the right."""
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1
+) -> None:
+    """Print a table, whole: as several with the same first column if it is too wide.
+
+    Args:
+        columns: The heading of each column.
+        rows: The cells, as text.
+        text_columns: How many columns are text, aligned left; the others are numbers.
+    """
+    console = _console()
+    first, *others = range(len(columns))
+    while others:
+        count = 1
+        while count < len(others) and _fits(
+            console, _table(columns, rows, [first, *others[: count + 1]], text_columns)
+        ):
+            count += 1
+        console.print(_table(columns, rows, [first, *others[:count]], text_columns))
+        others = others[count:]
+        if others:
+            console.print()
+
+
+def print_notes(notes: Sequence[str]) -> None:
+    """Print paragraphs, the further lines of each indented."""
+    console = _console()
+    for note in notes:
+        lines = wrap(
+            note,
+            console.width,
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        # A word that is wider than the terminal, such as a path, is not cut.
+        console.out("\n".join(lines), highlight=False)
+
+
+def warn(note: str) -> None:
+    """Print a remark on stderr."""
+    click.echo(f"note: {note}", err=True)
+
+
+def _console() -> Console:
     console = _Console()
-    if not console.is_terminal:
-        console = _Console(width=_WIDTH_WITHOUT_TERMINAL)
+    if console.is_terminal:
+        return console
+    return _Console(width=_WIDTH_WITHOUT_TERMINAL)
+
+
+def _fits(console: Console, table: Table) -> bool:
+    unbounded = console.options.update(max_width=_UNBOUNDED)
+    return Measurement.get(console, unbounded, table).maximum <= console.width
+
+
+def _table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    places: Sequence[int],
+    text_columns: int,
+) -> Table:
+    """Return a table of some columns."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for place, column in enumerate(columns):
-        text = place == 0 or column == "what to do"
-        table.add_column(column, justify="left" if text else "right")
+    for place in places:
+        justify: JustifyMethod = "left" if place < text_columns else "right"
+        # A cell that is wider than the terminal goes on in the next line.
+        table.add_column(columns[place], justify=justify, overflow="fold")
     for row in rows:
         # Text, not markup: 'lossscale[torch]' is no style.
-        table.add_row(*map(Text, row))
-    console.print(table)
+        table.add_row(*(Text(row[place]) for place in places))
+    return table
 
 
 @contextmanager

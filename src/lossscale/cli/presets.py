@@ -6,12 +6,13 @@ from typing import Any
 
 import click
 
-from lossscale.cli.output import number, print_json, print_table
+from lossscale.cli.choices import Choice
+from lossscale.cli.output import number, print_json, print_notes, print_table
 from lossscale.core.presets import PRESETS
 
 
 @click.command()
-@click.argument("name", required=False, type=click.Choice(list(PRESETS)))
+@click.argument("name", required=False, type=Choice(list(PRESETS)))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def presets(name: str | None, as_json: bool) -> None:
     """Show every setting of every preset, or all about one of them."""
@@ -19,21 +20,13 @@ def presets(name: str | None, as_json: bool) -> None:
     if as_json:
         print_json({preset.name: asdict(preset) for preset in chosen})
         return
-    # One row per setting and one column per preset would be wider than a terminal.
-    settings = list(asdict(chosen[0].policy))
     rows = [
         [preset.name, *(_cell(value) for value in asdict(preset.policy).values())]
         for preset in chosen
     ]
-    groups = (settings[:7], settings[7:])
-    for group in groups:
-        places = [settings.index(setting) + 1 for setting in group]
-        print_table(
-            ["preset", *group], [[row[0], *(row[i] for i in places)] for row in rows]
-        )
-        click.echo()
-    for preset in chosen:
-        click.echo(f"{preset.name}: {preset.source}\n    {preset.differs}")
+    print_table(["preset", *asdict(chosen[0].policy)], rows)
+    click.echo()
+    print_notes([f"{x.name}: {x.source} {x.differs}" for x in chosen])
 
 
 def _cell(value: Any) -> str:

@@ -42,6 +42,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a question that ends a message on a name that is unknown, or nothing."""
+    from difflib import get_close_matches  # noqa: PLC0415  # only an error needs it
+
+    close = get_close_matches(name, list(names), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
 _MOST_BITS = 200
 _MOST_CHARACTERS = 200
 

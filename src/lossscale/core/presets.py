@@ -11,7 +11,7 @@ stops at the last safe number; up to there the two agree.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from lossscale.core.checks import FLOAT32_MAX
+from lossscale.core.checks import FLOAT32_MAX, did_you_mean
 from lossscale.core.errors import SettingError
 from lossscale.core.policies import Dynamic
 
@@ -197,7 +197,10 @@ def get(name: str, **overrides: object) -> Dynamic:
         1024.0
     """
     if not isinstance(name, str) or name not in PRESETS:
-        message = f"There is no preset {name!r}; there are {', '.join(PRESETS)}."
+        message = (
+            f"There is no preset {name!r}; there are {', '.join(PRESETS)}."
+            f"{did_you_mean(str(name), PRESETS)}"
+        )
         raise SettingError(message)
     return make_dynamic(PRESETS[name].policy, overrides)
 
@@ -213,7 +216,7 @@ def make_dynamic(base: Dynamic, overrides: Mapping[str, object]) -> Dynamic:
     if unknown:
         message = (
             f"Dynamic has no setting {unknown[0]!r}; its settings are "
-            f"{', '.join(settings)}."
+            f"{', '.join(settings)}.{did_you_mean(unknown[0], settings)}"
         )
         raise SettingError(message)
     # The two ways to back off exclude each other: the one asked for wins. A library

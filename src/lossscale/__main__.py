@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes `python -m lossscale.cli` the same as `lossscale`."""
+"""Makes `python -m lossscale` the same as `lossscale`."""
 
 from lossscale.cli import main
 
