@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from lossscale.core import presets
+from lossscale.core.checks import did_you_mean
 from lossscale.core.errors import SettingError
 from lossscale.core.policies import Dynamic, Fixed
 
@@ -30,18 +31,25 @@ def parse_policy(text: str) -> Dynamic | Fixed:
     name, _, rest = text.partition(":")
     if name == "fixed":
         value = rest.removeprefix("scale=")
-        return Fixed(_number("scale", value)) if value else Fixed()
-    settings = dict(_assignment(part) for part in rest.split(",") if part)
-    values = {key: _value(key, value) for key, value in settings.items()}
+        return Fixed(parse_number("scale", value)) if value else Fixed()
+    values = parse_settings(text)
     if name == "dynamic":
         return presets.make_dynamic(Dynamic(), values)
     if name in presets.PRESETS:
         return presets.get(name, **values)
+    question = did_you_mean(name, ["dynamic", "fixed", *presets.PRESETS])
     message = (
         f"There is no policy {name!r}; there are dynamic, fixed and the presets "
-        f"{', '.join(presets.PRESETS)}."
+        f"{', '.join(presets.PRESETS)}.{question}"
     )
     raise SettingError(message)
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """Return the settings after the colon of a policy's text."""
+    parts = text.partition(":")[2].split(",")
+    settings = dict(_assignment(part) for part in parts if part)
+    return {key: _value(key, value) for key, value in settings.items()}
 
 
 def sweep(text: str, sweeps: Iterable[str]) -> dict[str, Dynamic | Fixed]:
@@ -79,7 +87,7 @@ def _choices(key: str, text: str) -> list[str]:
     parts = text.split(":")
     if len(parts) != _RANGE_PARTS:
         return text.split(",")
-    first, last, count = (_number(key, part) for part in parts)
+    first, last, count = (parse_number(key, part) for part in parts)
     if not (count.is_integer() and 1 <= count <= _MOST):
         message = f"A sweep tries 1 to {_MOST:,} values, got {parts[-1]!r}."
         raise SettingError(message)
@@ -97,14 +105,14 @@ def _value(key: str, text: str) -> Any:
         words |= {"false": False, "no": False, "0": False}
         return words.get(text.lower(), text)
     if key in _COUNTS:
-        number = _number(key, text)
+        number = parse_number(key, text)
         return int(number) if number.is_integer() else number
     if key in {"at_min", "at_max", "late_growth"}:
         return text
-    return _number(key, text)
+    return parse_number(key, text)
 
 
-def _number(key: str, text: str) -> float:
+def parse_number(key: str, text: str) -> float:
     """Read a number; powers may be written 2**16."""
     base, power, exponent = text.partition("**")
     try:

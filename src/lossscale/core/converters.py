@@ -13,6 +13,7 @@ from math import frexp
 from typing import Any, NamedTuple
 
 from lossscale.core import presets
+from lossscale.core.checks import did_you_mean, shown
 from lossscale.core.errors import LossScaleError, StateError
 from lossscale.core.libraries import (
     LIBRARIES,
@@ -123,6 +124,29 @@ def to_library(library: str, policy: Policy, state: ScaleState) -> Written:
     return Written(values, tuple(lost))
 
 
+def with_scale(library: str, values: Values, scale: float) -> dict[str, Any]:
+    """Return another library's mapping, or our own, with another scale in it.
+
+    A scale that collapsed to 0 or infinity cannot be read; this is the way out.
+
+    Example:
+        >>> from lossscale.core.converters import with_scale
+        >>> with_scale("flax", {"scale": 0.0, "fin_steps": 3}, 65536.0)
+        {'scale': 65536.0, 'fin_steps': 3}
+    """
+    keys = ("state", "scale") if library == "lossscale" else _find(library).scale
+    return _replaced(values, keys, scale)
+
+
+def _replaced(values: Any, keys: tuple[str, ...], scale: float) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        message = f"A mapping with {keys[0]!r} was expected, got {shown(values)}."
+        raise StateError(message)
+    key, *others = keys
+    inner = _replaced(values.get(key), tuple(others), scale) if others else scale
+    return {**values, key: inner}
+
+
 def recognise(values: Values) -> str:
     """Return the name of the library whose mapping this is; "lossscale" for ours.
 
@@ -154,7 +178,10 @@ def recognise(values: Values) -> str:
 
 def _find(library: str) -> Library:
     if not isinstance(library, str) or library not in LIBRARIES:
-        message = f"No converter for {library!r}; there are {', '.join(LIBRARIES)}."
+        message = (
+            f"No converter for {library!r}; there are {', '.join(LIBRARIES)}."
+            f"{did_you_mean(str(library), LIBRARIES)}"
+        )
         raise StateError(message)
     return LIBRARIES[library]
 

@@ -31,6 +31,8 @@ class Library:
     """Keys that a mapping of this library has at least."""
     preset: str
     """Where settings come from that the mapping does not hold."""
+    scale: tuple[str, ...]
+    """Where the scale is in the mapping: its key, with those of the mappings around."""
     read: Callable[[Values, Dynamic], Pair]
     write: Callable[[Dynamic, ScaleState], dict[str, Any]]
     unsaved: tuple[str, ...] = ()
@@ -287,35 +289,52 @@ LIBRARIES: dict[str, Library] = {
     "torch": Library(
         frozenset({"scale", "growth_interval", "_growth_tracker"}),
         "torch",
+        ("scale",),
         _read_torch,
         _write_torch,
     ),
     "keras": Library(
-        frozenset({"dynamic_scale", "step_counter"}), "keras", _read_keras, _write_keras
+        frozenset({"dynamic_scale", "step_counter"}),
+        "keras",
+        ("dynamic_scale",),
+        _read_keras,
+        _write_keras,
     ),
     "tensorflow": Library(
         frozenset({"current_loss_scale", "good_steps"}),
         "tensorflow",
+        ("current_loss_scale",),
         _read_tensorflow,
         _write_tensorflow,
     ),
     "tf_keras": Library(
         frozenset({"current_loss_scale", "good_steps"}),
         "tensorflow",
+        ("current_loss_scale",),
         _read_tensorflow,
         _write_tf_keras,
     ),
-    "jmp": Library(frozenset({"loss_scale", "counter"}), "jmp", _read_jmp, _write_jmp),
-    "flax": Library(frozenset({"scale", "fin_steps"}), "flax", _read_flax, _write_flax),
+    "jmp": Library(
+        frozenset({"loss_scale", "counter"}),
+        "jmp",
+        ("loss_scale",),
+        _read_jmp,
+        _write_jmp,
+    ),
+    "flax": Library(
+        frozenset({"scale", "fin_steps"}), "flax", ("scale",), _read_flax, _write_flax
+    ),
     "deepspeed": Library(
         frozenset({"cur_scale", "cur_iter", "last_overflow_iter"}),
         "deepspeed",
+        ("cur_scale",),
         _read_deepspeed,
         _write_deepspeed,
     ),
     "megatron": Library(
         frozenset({"scale", "growth_tracker", "hysteresis_tracker"}),
         "megatron",
+        ("scale",),
         _read_megatron,
         _write_megatron,
         (
@@ -329,6 +348,7 @@ LIBRARIES: dict[str, Library] = {
     "apex": Library(
         frozenset({"loss_scaler0"}),
         "apex",
+        ("loss_scaler0", "loss_scale"),
         _read_apex,
         _write_apex,
         ("growth_interval", "min_scale", "max_scale"),

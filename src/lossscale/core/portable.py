@@ -146,6 +146,10 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         if target.exists():
             temporary.chmod(target.stat().st_mode & 0o777)
         temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        # The caller knows nothing of the file beside the one that was asked for.
+        raise OSError(error.errno, error.strerror, str(path)) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -167,21 +171,26 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         StateError: If the file cannot be read or holds something else.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         message = f"{path} cannot be read: {error}."
         raise StateError(message) from error
     return parse_json(text, str(path))
 
 
-def parse_json(text: str, name: str) -> dict[str, Any]:
+def parse_json(text: str | bytes, name: str) -> dict[str, Any]:
     """Return the one JSON object that a text holds; `name` says where it came from.
+
+    Bytes may be UTF-8, UTF-16 or UTF-32, with a byte order mark or without.
 
     Raises:
         StateError: If it holds something else.
     """
     try:
         value = json.loads(text)
+    except UnicodeDecodeError as error:
+        message = f"{name} does not hold a JSON object: it is no text."
+        raise StateError(message) from error
     except (ValueError, RecursionError) as error:
         message = f"{name} does not hold a JSON object: {error}."
         raise StateError(message) from error
