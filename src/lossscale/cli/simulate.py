@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """`lossscale simulate`: what policies do over a sequence of overflows."""
 
-import json
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lossscale.cli.output import number, print_json, print_table, progress
+from lossscale.cli.choices import Choice, refuse_together, typed
+from lossscale.cli.output import number, print_json, print_table, progress, warn
 from lossscale.cli.policies import sweep
-from lossscale.core.errors import StateError
+from lossscale.cli.sequences import StepSequence, explain_bounds, make_sequence
 from lossscale.core.policies import Policy
-from lossscale.core.state import Signal
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from lossscale.diagnostics import Simulation
 
 
 @click.command()
@@ -40,8 +41,17 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help='A JSONL file with one step per line: true, false, or {"finite": true}.',
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
+    help="A recorded run as JSONL, one step per line (- for stdin): true, false, or "
+    '{"finite": true, "magnitude": 3.1e-05, "scale": 65536}. The magnitude is the '
+    "largest of the step's unscaled gradients.",
+)
+@click.option(
+    "--dtype",
+    type=Choice(["float16", "bfloat16", "float32"]),
+    default="float16",
+    show_default=True,
+    help="The dtype of the gradients: what is too large in a file with magnitudes.",
 )
 @click.option(
     "--steps", type=click.IntRange(1, 10**9), default=10_000, show_default=True
@@ -57,11 +67,14 @@ if TYPE_CHECKING:
 @click.option("--trace", is_flag=True, help="Print every step of every policy.")
 @click.option("--chart", is_flag=True, help="Draw the scales in the terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
 def simulate(
+    ctx: click.Context,
     texts: tuple[str, ...],
     sweeps: tuple[str, ...],
     given: str | None,
     file: Path | None,
+    dtype: str,
     steps: int,
     rate: float,
     seed: int,
@@ -72,97 +85,94 @@ def simulate(
     """Run policies over a sequence of finite and non-finite steps.
 
     The sequence is given (--finite), read from a file (--file), or random (--steps,
-    --rate, --seed).
+    --rate, --seed). Which steps overflow depends on the scale only for steps of a file
+    whose magnitude is known; all others are the same whatever the scale.
     """
-    from lossscale.diagnostics import simulate as run
-
+    for options in (
+        ("given", "file"),
+        *((source, name) for source in ("given", "file") for name in _RANDOM),
+        ("chart", "trace"),
+        ("chart", "as_json"),
+    ):
+        refuse_together(ctx, *options)
+    if file is None and typed(ctx, "dtype"):
+        message = "--dtype is for the magnitudes of a --file; give one."
+        raise click.UsageError(message)
     policies: dict[str, Policy] = {}
     for text in texts or ("dynamic",):
         policies |= sweep(text, sweeps)
-    finite = _sequence(given, file, steps, rate, seed)
+    sequence = make_sequence(given, file, dtype, steps, rate, seed)
     if trace:
-        _print_trace(policies, finite, as_json=as_json)
-        return
-    with progress("simulating", len(policies)) as advance:
-        results = run(list(policies.values()), finite, on_policy=advance)
+        _print_trace(policies, sequence, as_json=as_json)
+        results = {}
+    else:
+        results = _run(policies, sequence)
+        _print_results(results, sequence, chart=chart, as_json=as_json)
+    for remark in (*sequence.remarks, *explain_bounds(results, sequence)):
+        warn(remark)
+
+
+_MOST_TRACED = 10_000
+_RANDOM = ("steps", "rate", "seed")
+
+
+def _run(
+    policies: dict[str, Policy], sequence: StepSequence
+) -> "dict[str, Simulation]":
+    from lossscale.diagnostics import simulate as run
+
+    with progress("simulating", len(policies)) as advance, _warnings_as_remarks():
+        results = run(
+            list(policies.values()),
+            sequence.finite,
+            magnitudes=sequence.magnitudes,
+            dtype=sequence.dtype,
+            on_policy=advance,
+        )
+    return dict(zip(policies, results, strict=True))
+
+
+@contextmanager
+def _warnings_as_remarks() -> Iterator[None]:
+    """Show a warning as a sentence, without a place in our source."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_others, **_more: warn(str(message))
+        yield
+
+
+def _print_results(
+    results: "dict[str, Simulation]",
+    sequence: StepSequence,
+    *,
+    chart: bool,
+    as_json: bool,
+) -> None:
     if as_json:
-        print_json([_summary(n, r) for n, r in zip(policies, results, strict=True)])
+        print_json([_summary(name, result) for name, result in results.items()])
         return
     if chart:
-        _draw(policies, results)
+        _draw(results)
         return
-    click.echo(f"{finite.size:,} steps, {int((~finite).sum()):,} of them not finite\n")
-    columns = ["policy", "growths", "back-offs", "lowest", "highest", "final scale"]
+    click.echo(f"{sequence.headline}\n")
+    columns = ["policy", "skipped", "growths", "back-offs", "lowest", "highest"]
     print_table(
-        columns,
+        [*columns, "final scale"],
         [
             [
                 name,
+                f"{result.skipped:,}",
                 f"{result.growths:,}",
                 f"{result.backoffs:,}",
                 number(float(result.scales.min())),
                 number(float(result.scales.max())),
                 number(float(result.final.scale)),
             ]
-            for name, result in zip(policies, results, strict=True)
+            for name, result in results.items()
         ],
     )
 
 
-_MOST_TRACED = 10_000
-
-
-def _sequence(
-    given: str | None, file: Path | None, steps: int, rate: float, seed: int
-) -> "npt.NDArray[np.bool_]":
-    """Return the flags of the steps."""
-    import numpy as np
-
-    if given is not None and file is not None:
-        message = "--finite and --file were both given; give one of them."
-        raise click.UsageError(message)
-    if given is not None:
-        if not given or set(given) - set("01"):
-            message = f"--finite takes a row of 0 and 1 such as 1110111, got {given!r}."
-            raise click.UsageError(message)
-        return np.array([digit == "1" for digit in given])
-    if file is not None:
-        return _read(file)
-    if rate != rate:  # noqa: PLR0124  # NaN passes every range
-        message = "--rate must be a number from 0 to 1, got nan."
-        raise click.UsageError(message)
-    return np.random.default_rng(seed).random(steps) >= rate
-
-
-def _read(file: Path) -> "npt.NDArray[np.bool_]":
-    """Read one flag per line."""
-    import numpy as np
-
-    flags = []
-    with file.open(encoding="utf-8") as lines:
-        for place, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                value: Any = json.loads(line)
-            except (ValueError, RecursionError):
-                value = None
-            if isinstance(value, dict):
-                value = value.get("finite")
-            if not isinstance(value, bool):
-                message = (
-                    f"{file}, line {place}: expected true, false or an object with "
-                    f'"finite", got {line.strip()[:60]!r}.'
-                )
-                raise StateError(message)
-            flags.append(value)
-    if not flags:
-        message = f"{file} holds no step."
-        raise StateError(message)
-    return np.array(flags)
-
-
-def _summary(name: str, result: Any) -> dict[str, Any]:
+def _summary(name: str, result: "Simulation") -> dict[str, Any]:
     """Return one policy's result, with the scale at up to 200 steps."""
     import numpy as np
 
@@ -188,20 +198,24 @@ def _summary(name: str, result: Any) -> dict[str, Any]:
 
 
 def _print_trace(
-    policies: dict[str, Policy], finite: "npt.NDArray[np.bool_]", *, as_json: bool
+    policies: dict[str, Policy], sequence: StepSequence, *, as_json: bool
 ) -> None:
     """Print the state after every step."""
-    import lossscale.numpy as verbs
+    from lossscale.diagnostics.simulation import trace
 
-    if finite.size * len(policies) > _MOST_TRACED:
+    if sequence.finite.size * len(policies) > _MOST_TRACED:
         message = f"--trace prints at most {_MOST_TRACED:,} steps, of all policies."
         raise click.UsageError(message)
     rows = []
     for name, policy in policies.items():
-        state = verbs.init(policy)
-        for step, flag in enumerate(finite, start=1):
-            state = verbs.update(policy, state, Signal(flag))
-            rows.append((name, step, bool(flag), *(value.item() for value in state)))
+        states = trace(
+            policy,
+            sequence.finite,
+            magnitudes=sequence.magnitudes,
+            dtype=sequence.dtype,
+        )
+        for step, (finite, state) in enumerate(states, start=1):
+            rows.append((name, step, finite, *(value.item() for value in state)))
     columns = ["policy", "step", "finite", "scale", "good", "bad"]
     if as_json:
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
@@ -213,7 +227,7 @@ def _print_trace(
     print_table(columns, cells)
 
 
-def _draw(policies: dict[str, Policy], results: list[Any]) -> None:
+def _draw(results: "dict[str, Simulation]") -> None:
     """Draw the exponents of the scales over the steps, one chart for each policy.
 
     Lines in one chart could only be told apart by colour, which a pipe does not have.
@@ -222,8 +236,9 @@ def _draw(policies: dict[str, Policy], results: list[Any]) -> None:
     from uniplot import plot_to_string
 
     blocks = _shows_blocks()
-    points = np.linspace(0, results[0].length, 400).round()
-    for name, result in zip(policies, results, strict=True):
+    length = next(iter(results.values())).length
+    points = np.linspace(0, length, 400).round()
+    for name, result in results.items():
         chart = plot_to_string(
             xs=points,
             ys=np.log2(result.scale_after(points)),

@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run policies over a sequence of finite and non-finite steps.
+"""Run policies over a sequence of steps.
 
-The sequence is given, so every policy sees the same overflows whatever its scale: the
-question answered is what a policy *does*, not what a network would have done.
+Whether a step overflows is given, and then the same for every policy whatever its
+scale; or it follows from the scale and the largest magnitude of the step's gradients,
+where that is known. The magnitudes themselves are given in any case: the question
+answered is what a policy *does*, not what a network would have learned.
 
-A million steps of a hundred policies are a hundred million transitions. They are taken
-by the rule itself, compiled to machine code by numba from the one source in
-`core/rule.py` (a few nanoseconds each, whatever the settings). Without numba, and for
-policies that are not `Dynamic`, steps are taken one by one through `lossscale.numpy`.
+The steps are taken by the rule itself. A million steps of a hundred policies are a
+hundred million transitions: then the one source in `core/rule.py` is compiled to
+machine code by numba, if it is installed. Policies that are not `Dynamic` take their
+steps through `lossscale.numpy`.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 import lossscale.numpy as verbs
+from lossscale.core import checks
 from lossscale.core.errors import SettingError
+from lossscale.core.headroom import LARGEST
 from lossscale.core.policies import Dynamic, Fixed, Policy
 from lossscale.core.rule import transition
 from lossscale.core.state import ScaleState, Signal
@@ -50,7 +54,7 @@ class Simulation:
     length: int
     """How many steps were run."""
     skipped: int
-    """How many of them were not finite."""
+    """How many of them were not finite under this policy."""
     steps: Steps
     """The steps after which the scale was another."""
     scales: Scales
@@ -74,24 +78,57 @@ class Simulation:
         return self.scales[places]
 
 
+WORTH_COMPILING = 2_000_000
+"""How many transitions take about as long as importing numba and compiling the rule:
+`benchmarks/simulate.py` measures both."""
+
+_CHUNK = 2**20
+"""Steps between two chances to interrupt compiled code: some milliseconds."""
+
+
+class _Sequence(NamedTuple):
+    """The steps: finite or not and, where it is known, up to which scale."""
+
+    flags: Flags
+    limits: Scales | None
+    """The largest scale at which each step is finite: 0 if there is none."""
+
+    def chunks(self) -> Iterator[Scales]:
+        """Yield the limits in pieces."""
+        for start in range(0, self.flags.size, _CHUNK):
+            piece = slice(start, start + _CHUNK)
+            if self.limits is None:
+                yield np.where(self.flags[piece], np.float32(np.inf), np.float32(0))
+            else:
+                yield self.limits[piece]
+
+
 def simulate(
     policies: Sequence[Policy],
     finite: npt.ArrayLike,
     *,
+    magnitudes: npt.ArrayLike | None = None,
+    dtype: str = "float16",
     on_policy: Callable[[], None] | None = None,
 ) -> list[Simulation]:
     """Run policies over a sequence of steps.
 
     Args:
         policies: Any policies.
-        finite: One boolean per step: was it finite?
+        finite: One boolean per step: was it finite? The step is finite, or not, at
+            every scale, unless its magnitude is known.
+        magnitudes: The largest magnitude of each step's unscaled gradients. The step
+            overflows where that times the scale is above the largest number of
+            `dtype`. NaN where it is not known: there `finite` decides.
+        dtype: The dtype of the gradients: float16, bfloat16, float32 or float64.
         on_policy: Called after each policy, for a progress bar.
 
     Returns:
         One `Simulation` per policy, in their order.
 
     Raises:
-        SettingError: If `finite` is not one row of booleans.
+        SettingError: If `finite` is not one row of booleans, `magnitudes` not as many
+            numbers of 0 or more, or `dtype` not one of those.
 
     Example:
         >>> from lossscale import Dynamic
@@ -99,7 +136,39 @@ def simulate(
         >>> result, = simulate([Dynamic(growth_interval=2)], [True, True, False])
         >>> result.scale_after([0, 1, 2, 3]).tolist()
         [65536.0, 65536.0, 131072.0, 65536.0]
+
+        With magnitudes a scale grows until it is too high:
+
+        >>> steps = [True] * 1000
+        >>> result, = simulate(
+        ...     [Dynamic(growth_interval=2)], steps, magnitudes=[0.25] * 1000
+        ... )
+        >>> result.scales.max().item()
+        262144.0
     """
+    sequence = _sequence(finite, magnitudes, dtype)
+    # Exactly a Dynamic: a subclass may have a step of its own.
+    dynamic = sum(type(policy) is Dynamic for policy in policies)
+    runner = _loop(transition, _select)
+    if dynamic * sequence.flags.size > WORTH_COMPILING:
+        runner = _compiled() or runner
+    results = []
+    for policy in policies:
+        if type(policy) is Dynamic:
+            results.append(_by_the_rule(runner, policy, sequence))
+        elif type(policy) is Fixed:
+            results.append(_without_steps(policy, sequence))
+        else:
+            results.append(_one_by_one(policy, sequence))
+        if on_policy is not None:
+            on_policy()
+    return results
+
+
+def _sequence(
+    finite: npt.ArrayLike, magnitudes: npt.ArrayLike | None, dtype: str
+) -> _Sequence:
+    """Return the steps, checked."""
     flags = np.asarray(finite)
     if flags.ndim != 1 or flags.dtype != np.bool_:
         message = (
@@ -107,95 +176,184 @@ def simulate(
             f"{flags.dtype} with shape {flags.shape}."
         )
         raise SettingError(message)
-    results = []
-    for policy in policies:
-        # Exactly a Dynamic: a subclass may have a step of its own.
-        if type(policy) is Dynamic and (runner := _compiled()) is not None:
-            results.append(_at_once(runner, policy, flags))
-        else:
-            results.append(_one_by_one(policy, flags))
-        if on_policy is not None:
-            on_policy()
-    return results
+    largest = LARGEST[checks.choice("dtype", dtype, LARGEST)]
+    if magnitudes is None:
+        return _Sequence(flags, None)
+    values = np.asarray(magnitudes)
+    if values.ndim != 1 or values.dtype.kind not in "fiu":
+        message = (
+            "magnitudes must be one row of numbers, one per step; got an array of "
+            f"{values.dtype} with shape {values.shape}."
+        )
+        raise SettingError(message)
+    if values.size != flags.size:
+        message = (
+            "There must be as many magnitudes as steps; got "
+            f"{values.size:,} magnitudes and {flags.size:,} steps."
+        )
+        raise SettingError(message)
+    values = values.astype(np.float64)
+    if (values < 0).any():
+        message = "magnitudes must be 0 or more, or NaN where they are not known."
+        raise SettingError(message)
+    return _Sequence(flags, _limits(flags, values, largest))
 
 
-def _one_by_one(policy: Policy, flags: Flags) -> Simulation:
-    """Run any policy, step by step; a fixed one takes none."""
-    state = verbs.init(policy)
-    steps, scales = [0], [state.scale]
-    taken = flags[:0] if type(policy) is Fixed else flags
-    for number, finite in enumerate(taken, start=1):
-        state = verbs.update(policy, state, Signal(finite))
-        if state.scale != scales[-1]:
-            steps.append(number)
-            scales.append(state.scale)
-    changes = np.array(steps, np.int64), np.array(scales, np.float32)
-    return _simulation(policy, flags, *changes, state)
+def _limits(flags: Flags, values: npt.NDArray[np.float64], largest: float) -> Scales:
+    """Return the largest float32 scale at which each step is finite."""
+    replayed = np.where(flags, np.inf, 0.0)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        limits = (largest / values).astype(np.float32)
+        # The quotient was rounded, twice; the product with a scale is exact.
+        limits = np.where(limits * values > largest, _next(limits, 0), limits)
+        higher = _next(limits, np.inf)
+        limits = np.where(higher * values <= largest, higher, limits)
+    return np.where(np.isnan(values), replayed, limits).astype(np.float32)
 
 
-def _at_once(runner: Callable[..., Any], policy: Dynamic, flags: Flags) -> Simulation:
-    """Run a dynamic policy by the compiled rule."""
-    # Python floats are float64 to numba; the rule's arithmetic is float32.
+def _next(scales: Scales, towards: float) -> Scales:
+    return cast("Scales", np.nextafter(scales, np.float32(towards)))
+
+
+def _by_the_rule(
+    runner: Callable[..., Any], policy: Dynamic, sequence: _Sequence
+) -> Simulation:
+    """Run a dynamic policy by the rule, compiled or not."""
+    # Python floats are float64; the rule's arithmetic is float32.
     settings = tuple(
         np.float32(value) if isinstance(value, float) else value
         for value in policy.settings
     )
     first = policy.init()
-    steps, scales, scale, good, bad = runner(
-        flags,
-        np.float32(first.scale),
-        first.good,
-        first.bad,
-        settings,
-        tuple(policy.switches),
+    state: tuple[Any, ...] = (np.float32(first.scale), first.good, first.bad)
+    steps = [np.zeros(1, np.int64)]
+    scales = [np.array([first.scale], np.float32)]
+    skipped = taken = 0
+    with np.errstate(over="ignore", under="ignore"):
+        for limits in sequence.chunks():
+            at, moved, overflows, scale, good, bad = runner(
+                limits, *state, settings, tuple(policy.switches)
+            )
+            # Compiled code returns a Python float, and would go on in float64.
+            state = np.float32(scale), good, bad
+            steps.append(at[1:] + taken)
+            scales.append(moved[1:])
+            skipped += overflows
+            taken += len(limits)
+    scale, good, bad = state
+    final = ScaleState(scale, np.int32(good), np.int32(bad))
+    changes = np.concatenate(steps), np.concatenate(scales)
+    return Simulation(policy, taken, skipped, *changes, final)
+
+
+def _without_steps(policy: Fixed, sequence: _Sequence) -> Simulation:
+    """Return what a fixed scale does: nothing."""
+    state = verbs.init(policy)
+    skipped = sum(
+        int(np.count_nonzero(limits < state.scale)) for limits in sequence.chunks()
     )
-    state = ScaleState(np.float32(scale), np.int32(good), np.int32(bad))
-    return _simulation(policy, flags, steps, scales, state)
+    start = np.zeros(1, np.int64), np.array([state.scale], np.float32)
+    return Simulation(policy, sequence.flags.size, skipped, *start, state)
 
 
-def _simulation(
-    policy: Policy, flags: Flags, steps: Steps, scales: Scales, final: ScaleState
-) -> Simulation:
-    skipped = int(np.count_nonzero(~flags))
-    return Simulation(policy, flags.size, skipped, steps, scales, final)
+def _one_by_one(policy: Policy, sequence: _Sequence) -> Simulation:
+    """Run any policy, step by step."""
+    state = verbs.init(policy)
+    steps, scales = [0], [state.scale]
+    skipped = 0
+    for number, (finite, state) in enumerate(_states(policy, sequence), start=1):
+        skipped += not finite
+        if state.scale != scales[-1]:
+            steps.append(number)
+            scales.append(state.scale)
+    changes = np.array(steps, np.int64), np.array(scales, np.float32)
+    return Simulation(policy, sequence.flags.size, skipped, *changes, state)
 
 
-@cache
-def _compiled() -> Callable[..., Any] | None:
-    """Return a function that runs the rule over a sequence, or None without numba."""
-    try:
-        import numba  # noqa: PLC0415  # half a second, and only simulations need it
-    except ImportError:
-        message = (
-            "numba is not installed: the simulation takes its steps one by one, a "
-            "few thousand times slower. Install it: pip install 'lossscale[cli]'"
-        )
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
-        return None
+def trace(
+    policy: Policy,
+    finite: npt.ArrayLike,
+    *,
+    magnitudes: npt.ArrayLike | None = None,
+    dtype: str = "float16",
+) -> Iterator[tuple[bool, ScaleState]]:
+    """Yield whether each step was finite, and the state after it; see `simulate`."""
+    return _states(policy, _sequence(finite, magnitudes, dtype))
 
-    rule: Any = numba.njit(transition)
-    where: Any = numba.njit(
-        lambda condition, first, second: first if condition else second
-    )
 
-    @numba.njit
+def _states(policy: Policy, sequence: _Sequence) -> Iterator[tuple[bool, ScaleState]]:
+    state = verbs.init(policy)
+    for limits in sequence.chunks():
+        for limit in limits:
+            finite = bool(state.scale <= limit)
+            state = verbs.update(policy, state, Signal(finite))
+            yield finite, state
+
+
+def _select(condition: bool, first: Any, second: Any) -> Any:
+    return first if condition else second
+
+
+def _loop(rule: Callable[..., Any], where: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that takes the steps; numba compiles the same source."""
+
     def run(
-        flags: Flags,
+        limits: Scales,
         scale: Any,
         good: int,
         bad: int,
         settings: tuple[Any, ...],
         switches: tuple[bool, ...],
-    ) -> tuple[Steps, Scales, Any, int, int]:
-        steps, scales = [0], [scale]
-        for index in range(flags.size):
+    ) -> tuple[Steps, Scales, int, Any, int, int]:
+        steps, scales, skipped = [0], [scale], 0
+        for index in range(len(limits)):
+            finite = scale <= limits[index]
             moved, good, bad = rule(
-                scale, good, bad, flags[index], *settings, *switches, where
+                scale, good, bad, finite, *settings, *switches, where
             )
+            if not finite:
+                skipped += 1
             if moved != scale:
                 steps.append(index + 1)
                 scales.append(moved)
             scale = moved
-        return np.array(steps), np.array(scales), scale, good, bad
+        return np.array(steps), np.array(scales), skipped, scale, good, bad
 
-    return cast("Callable[..., Any]", run)
+    return run
+
+
+@cache
+def _compiled() -> Callable[..., Any] | None:
+    """Return the loop in machine code, or None without numba."""
+    try:
+        import numba  # noqa: PLC0415  # a second, and only long simulations need it
+    except ImportError:
+        message = (
+            "numba is not installed: a simulation as long as this one takes about a "
+            "hundred times longer without it. Install it: pip install "
+            "'lossscale[simulate]'"
+        )
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+        return None
+    compiled = numba.njit(_loop(numba.njit(transition), numba.njit(_select)))
+    return _interruptible(cast("Callable[..., Any]", compiled))
+
+
+def _interruptible(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled function that ^C ends with KeyboardInterrupt.
+
+    One that comes while numba calls Python from C arrives as a SystemError.
+    """
+
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except SystemError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, KeyboardInterrupt):
+                cause = cause.__cause__
+            if cause is None:
+                raise
+            raise KeyboardInterrupt from error
+
+    return call

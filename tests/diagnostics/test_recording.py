@@ -1,0 +1,84 @@
+"""The file of a recorded run: what it may hold, and what follows from it."""
+
+import numpy as np
+import pytest
+
+from lossscale import Dynamic
+from lossscale.core.errors import StateError
+from lossscale.diagnostics import read_recording, simulate
+
+
+def recording(*lines):
+    return read_recording(lines, "steps.jsonl")
+
+
+def test_flags_alone_are_replayed_at_every_scale():
+    found = recording("true", '{"finite": false, "loss": 3.5}', "", "false")
+    assert [True, False, False] == found.finite.tolist()
+    assert np.isnan(found.magnitudes("float16")).all()
+    assert (3, 0, 0) == (found.replayed, found.measured, found.bounded)
+
+
+def test_a_magnitude_is_that_of_the_unscaled_gradients():
+    found = recording('{"finite": true, "magnitude": 0.25, "scale": 65536}')
+    assert [0.25] == found.magnitudes("float16").tolist()
+    assert (0, 1, 0) == (found.replayed, found.measured, found.bounded)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scale", [1.0, 3.0, 1024.0, 65536.0])
+def test_an_overflow_with_its_scale_is_one_from_there_upwards(dtype, scale):
+    found = recording(f'{{"finite": false, "scale": {scale}}}')
+    assert (0, 0, 1) == (found.replayed, found.measured, found.bounded)
+    below = float(np.nextafter(np.float32(scale), np.float32(0)))
+    for first, skipped in ((scale, 1), (scale * 2, 1), (below, 0)):
+        (result,) = simulate(
+            [Dynamic(init_scale=first)],
+            found.finite,
+            magnitudes=found.magnitudes(dtype),
+            dtype=dtype,
+        )
+        assert skipped == result.skipped
+
+
+def test_the_magnitude_of_an_overflow_is_not_used():
+    """What is measured there is the largest magnitude of those that are finite."""
+    found = recording('{"finite": false, "magnitude": 1e-9}')
+    assert np.isnan(found.magnitudes("float16")).all()
+    assert (1, 0, 0) == (found.replayed, found.measured, found.bounded)
+
+
+def test_an_unknown_magnitude_may_be_written_as_null():
+    found = recording('{"finite": true, "magnitude": null, "scale": null}')
+    assert (1, 0, 0) == (found.replayed, found.measured, found.bounded)
+
+
+def test_a_byte_order_mark_is_read():
+    assert [True] == recording("\ufefftrue\n").finite.tolist()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1", "expected true, false or an object"),
+        ('{"magnitude": 1.0}', "expected true, false or an object"),
+        ("[", "expected true, false or an object"),
+        ("[" * 100_000, "expected true, false or an object"),
+        ('{"finite": true, "magnitude": -1}', "'magnitude' must be"),
+        ('{"finite": true, "magnitude": true}', "'magnitude' must be"),
+        ('{"finite": true, "magnitude": "1"}', "'magnitude' must be"),
+        ('{"finite": true, "magnitude": Infinity}', "'magnitude' must be"),
+        ('{"finite": true, "magnitude": NaN}', "'magnitude' must be"),
+        ('{"finite": false, "scale": 0}', "'scale' must be"),
+        ('{"finite": false, "scale": Infinity}', "'scale' must be"),
+        ('{"finite": false, "scale": ' + "9" * 400 + "}", "'scale' must be"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named(line, message):
+    with pytest.raises(StateError, match=rf"steps\.jsonl, line 2: .*{message}"):
+        recording("true", line)
+
+
+def test_a_file_without_a_step_is_refused():
+    with pytest.raises(StateError, match=r"steps\.jsonl holds no step"):
+        recording("", "\n")
