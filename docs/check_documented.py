@@ -38,6 +38,7 @@ OTHERS = {
         "from_library",
         "recognise",
         "to_library",
+        "with_scale",
     ),
     "lossscale.core.rule": ("transition",),
 }

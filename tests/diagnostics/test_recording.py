@@ -1,10 +1,14 @@
 """The file of a recorded run: what it may hold, and what follows from it."""
 
+import json
+
 import numpy as np
 import pytest
 
-from lossscale import Dynamic
+import lossscale.numpy as ls
+from lossscale import Dynamic, presets
 from lossscale.core.errors import StateError
+from lossscale.demo import load_digits, muon, network
 from lossscale.diagnostics import read_recording, simulate
 
 
@@ -46,6 +50,46 @@ def test_the_magnitude_of_an_overflow_is_not_used():
     found = recording('{"finite": false, "magnitude": 1e-9}')
     assert np.isnan(found.magnitudes("float16")).all()
     assert (1, 0, 0) == (found.replayed, found.measured, found.bounded)
+
+
+def train(policy, steps=300):
+    """Train the demonstration's network in float16, and record every step."""
+    digits = load_digits()
+    rng = np.random.default_rng(0)
+    weights = network.initial_weights(rng)
+    momenta = [np.zeros_like(weight) for weight in weights]
+    state, lines = ls.init(policy), []
+    for step in range(steps):
+        rows = rng.integers(len(digits.train_labels), size=64)
+        trace = network.forward(weights, digits.train_images[rows], np.float16)
+        _, slope = network.cross_entropy(trace.logits, digits.train_labels[rows])
+        scaled = network.backward(weights, trace, ls.scale(slope, state), np.float16)
+        gradients, signal = ls.unscale(scaled, state, measure=["amax"])
+        line = {"finite": bool(signal.finite), "scale": float(state.scale)}
+        if signal.finite:
+            line["magnitude"] = float(signal.amax / state.scale)
+            rate = muon.RATE * (1 - step / steps)
+            weights, momenta = muon.step(weights, momenta, gradients, rate)
+        lines.append(json.dumps(line))
+        state = ls.update(policy, state, signal)
+    return lines, state
+
+
+@pytest.mark.parametrize("name", ["megatron", "mindspore", "deepspeed"])
+def test_the_record_of_one_policy_predicts_a_training_with_another(name):
+    """Not exactly: gradients inside the network overflow before those of weights do."""
+    recorded = read_recording(train(Dynamic(growth_interval=20))[0])
+    policy = presets.get(name, growth_interval=20)
+    lines, state = train(policy)
+    skipped = int(np.count_nonzero(~read_recording(lines).finite))
+    (predicted,) = simulate(
+        [policy], recorded.finite, magnitudes=recorded.magnitudes("float16")
+    )
+    (replayed,) = simulate([policy], recorded.finite)
+    assert 0.6 * skipped <= predicted.skipped <= 1.4 * skipped
+    assert 0.25 <= predicted.final.scale / state.scale <= 4
+    # The flags alone: twice to several times too few skips, and a scale to match.
+    assert replayed.skipped < 0.6 * skipped or replayed.final.scale > 4 * state.scale
 
 
 def test_an_unknown_magnitude_may_be_written_as_null():

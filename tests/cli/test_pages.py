@@ -1,0 +1,173 @@
+"""The commands that the README and the pages show, run as they are written there.
+
+In a console block a line `$ lossscale ...` is run, and what follows it is compared with
+what the command prints: on stdout and stderr together, without spaces at the ends of
+lines. As in doctests `...` stands for anything, such as versions and figures that
+depend on the machine. A command that shows nothing must only succeed. A file that a
+block shows with `$ cat NAME` is made of what it shows. Other commands are not run.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from doctest import ELLIPSIS, OutputChecker
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from helpers.limits import HANG_SECONDS
+
+from lossscale import Dynamic, to_portable
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+SCRIPTS = Path(sys.executable).parent
+ERROR = "Error: "
+DEMO = re.compile(r"^```text\nrun +test accuracy.*?\n```", re.DOTALL | re.MULTILINE)
+
+
+class Shown(NamedTuple):
+    """A command, as a page shows it."""
+
+    command: list[str]
+    output: str
+
+
+def shown_in(page):
+    """Return the commands of a page's console blocks."""
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```console\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            line, _, output = part.partition("\n")
+            yield Shown(shlex.split(line, comments=True), output)
+
+
+def run(command, folder):
+    """Return what a command prints, and raise if it fails without an error."""
+    finished = subprocess.run(
+        [SCRIPTS / command[0], *command[1:]],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=HANG_SECONDS,
+    )
+    if finished.returncode and ERROR not in finished.stdout:
+        raise AssertionError(finished.stdout)
+    return finished
+
+
+def stripped(text):
+    return "".join(f"{line.rstrip()}\n" for line in text.strip().splitlines())
+
+
+def compare(shown, finished):
+    """Raise unless a command printed what the page shows."""
+    if shown.output.strip():
+        expected, found = stripped(shown.output), stripped(finished.stdout)
+        if not OutputChecker().check_output(expected, found, ELLIPSIS):
+            message = f"{shlex.join(shown.command)} prints:\n{found}"
+            raise AssertionError(message)
+    elif finished.returncode:
+        raise AssertionError(finished.stdout)
+
+
+def pages_with_commands():
+    return [
+        page
+        for page in PAGES
+        if any(x.command[0] == "lossscale" for x in shown_in(page))
+    ]
+
+
+def test_the_pages_with_commands_are_found():
+    names = {page.name for page in pages_with_commands()}
+    assert {"README.md", "command-line.md", "choosing-a-policy.md"} <= names
+
+
+@pytest.mark.parametrize("page", pages_with_commands(), ids=lambda page: page.name)
+def test_the_commands_of_a_page_print_what_it_shows(page, tmp_path):
+    # The README converts a file that its reader has.
+    state = to_portable(Dynamic(), Dynamic().init())
+    (tmp_path / "scaler.json").write_text(json.dumps(state), encoding="utf-8")
+    for shown in shown_in(page):
+        if shown.command[0] == "cat":
+            (tmp_path / shown.command[1]).write_text(shown.output, encoding="utf-8")
+        elif shown.command[0] == "lossscale":
+            compare(shown, run(shown.command, tmp_path))
+
+
+def test_the_readme_shows_every_command():
+    names = {"demo", "simulate", "presets", "convert", "doctor"}
+    commands = [shown.command for shown in shown_in(ROOT / "README.md")]
+    assert names == {words[1] for words in commands if words[0] == "lossscale"}
+
+
+def table_of_the_demo(page):
+    """Return the rows that a page shows, by the name of the run."""
+    (block,) = DEMO.findall(page.read_text(encoding="utf-8"))
+    rows = [re.split(r" {2,}", line) for line in block.splitlines()[3:-1]]
+    return {name: [number(cell) for cell in cells] for name, *cells in rows}
+
+
+def number(cell):
+    return float(cell.strip("%").replace(",", ""))
+
+
+def test_every_page_shows_the_same_table_of_the_demo():
+    first, *others = [
+        DEMO.findall(page.read_text(encoding="utf-8"))
+        for page in PAGES
+        if DEMO.search(page.read_text(encoding="utf-8"))
+    ]
+    assert [first] * 2 == others
+
+
+def can_run(instructions):
+    facts = Path("/proc/cpuinfo")
+    return facts.exists() and instructions in facts.read_text(encoding="utf-8").split()
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "",
+        "Nehalem",
+        "Prescott",
+        pytest.param(
+            "Haswell",
+            marks=pytest.mark.skipif(not can_run("avx2"), reason="no AVX2 here"),
+        ),
+    ],
+)
+def test_the_table_of_the_demo_holds_with_every_blas_kernel(kernel):
+    """OpenBLAS takes its kernels from the variable; other libraries do not read it."""
+    finished = subprocess.run(
+        [SCRIPTS / "lossscale", "demo", "--json"],
+        env=os.environ | {"OPENBLAS_CORETYPE": kernel},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANG_SECONDS,
+    )
+    found = {run["run"]: run for run in json.loads(finished.stdout)}
+    for name, shown in table_of_the_demo(ROOT / "README.md").items():
+        accuracy, _, lost, skipped, scale = shown
+        run = found.pop(name)
+        # What the page claims: alike, to within what ten seeds differ by.
+        assert abs(accuracy - 100 * run["accuracy"]) <= 3, name
+        assert abs(lost - 100 * run["flushed"]) <= 0.5, name
+        assert abs(skipped - run["skipped"]) <= 5, name
+        assert 1 / 8 <= scale / run["final_scale"] <= 8, name
+    assert {} == found
+
+
+def test_the_rows_without_a_dynamic_scale_are_exact_about_it():
+    rows = table_of_the_demo(ROOT / "README.md")
+    assert [10.8, 2.3026, 100.0, 0.0, 1.0] == rows["float16, no scaling"]
+    assert [0.0, 0.0, 1.0] == rows["float32"][2:]
+    assert [0.0, 4096.0] == rows["float16, fixed scale"][3:]
