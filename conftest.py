@@ -20,7 +20,13 @@ def _import_triton_first(_namespace: object) -> None:
 
 _pages = Sybil(
     parsers=[PythonCodeBlockParser()],
-    patterns=["README.md", "docs/*.md", "docs/adapters/*.md", "docs/packages/*.md"],
+    patterns=[
+        "README.md",
+        "PACKAGE.md",
+        "docs/*.md",
+        "docs/adapters/*.md",
+        "docs/packages/*.md",
+    ],
     setup=_import_triton_first,
 )
 _docstrings = Sybil(

@@ -44,7 +44,7 @@ with mock(["tensorflow", "keras", "torch", "jax", "optax"]):
     import lossscale.torch  # noqa: F401
 
 project = "lossscale"
-author = "the lossscale authors"
+author = "The lossscale developers"
 version = release = installed_version("lossscale")
 
 extensions = [

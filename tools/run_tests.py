@@ -62,7 +62,7 @@ SUITES = {
         {},
     ),
     # Every code block of the README and the pages, every example in a docstring.
-    "documents": Suite(("README.md", "docs", "src"), {}),
+    "documents": Suite(("README.md", "PACKAGE.md", "docs", "src"), {}),
     "jax": Suite(("tests/adapters/jax",), {}),
     # Apart: the adapter's tests hold the whole process to strict promotion.
     "jax-presets": Suite(("tests/compat/test_jax.py",), {}),

@@ -335,6 +335,29 @@ def test_without_its_packages_the_command_says_what_to_type():
     assert "pip install 'lossscale[cli]'" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("package", "arguments", "extra"),
+    [
+        ("numpy", ["simulate"], "cli"),
+        ("numpy", ["demo"], "numpy"),
+        ("uniplot", ["simulate", "--chart"], "cli"),
+        ("packaging", ["doctor", "click"], "cli"),
+        ("matplotlib", ["demo"], "plot"),
+    ],
+)
+def test_without_a_package_a_command_says_what_to_type(package, arguments, extra):
+    program = (
+        f"import sys; sys.modules[{package!r}] = None; sys.argv[1:] = {arguments!r};"
+        "from lossscale.cli import main; main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert 2 == result.returncode
+    assert f"pip install 'lossscale[{extra}]'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_policies_as_text():
     from lossscale.cli.policies import parse_policy
 

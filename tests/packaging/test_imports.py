@@ -76,14 +76,24 @@ def test_the_version_is_the_packages():
         _ = lossscale.nothing
 
 
-@pytest.mark.parametrize("framework", ["tensorflow", "keras"])
-def test_an_adapter_without_its_framework_says_what_to_install(framework):
+FRAMEWORKS = ["jax", "keras", "numpy", "optax", "tensorflow", "torch"]
+
+
+@pytest.mark.parametrize(
+    ("module", "framework"),
+    [
+        *((name, name) for name in FRAMEWORKS),
+        ("diagnostics", "numpy"),
+        ("demo", "numpy"),
+    ],
+)
+def test_a_module_without_its_framework_says_what_to_install(module, framework):
     lines = (
         "import sys",
         f"sys.modules['{framework}'] = None  # as if it were not installed",
         "from lossscale.core.errors import MissingPackageError",
         "try:",
-        f"    import lossscale.{framework}",
+        f"    import lossscale.{module}",
         "except MissingPackageError as error:",
         "    print(error)",
     )

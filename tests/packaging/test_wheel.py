@@ -2,13 +2,17 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import venv
 import zipfile
+from email import message_from_bytes
+from email.policy import default
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent.parent
 PIP = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q"]
@@ -57,6 +61,46 @@ def test_the_wheel_holds_the_package_its_data_and_its_licences(wheel):
     licences = [name for name in names if "/licenses/" in name]
     assert any(name.endswith("LICENSE") for name in licences)
     assert not any(name.startswith(("tests", "docs")) for name in names)
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [x for x in archive.namelist() if x.endswith(".dist-info/METADATA")]
+        return message_from_bytes(archive.read(name), policy=default)
+
+
+def needed(metadata, extra):
+    """Return the requirements of an extra, by package."""
+    lines = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
+    return {
+        line.name: line.specifier
+        for line in lines
+        if line.marker and line.marker.evaluate({"extra": extra})
+    }
+
+
+def test_the_command_does_not_bring_a_compiler(metadata):
+    assert {"click", "numpy", "packaging", "rich", "uniplot"} == set(
+        needed(metadata, "cli")
+    )
+    assert "numba" in needed(metadata, "simulate")
+
+
+def test_no_matplotlib_is_allowed_that_wants_numpy_1(metadata):
+    assert "3.8.3" not in needed(metadata, "plot")["matplotlib"]
+    assert "3.8.4" in needed(metadata, "plot")["matplotlib"]
+
+
+def test_the_metadata_name_an_author(metadata):
+    assert "The lossscale developers" == metadata["Author"]
+
+
+def test_the_description_has_no_link_into_the_repository(metadata):
+    text = metadata.get_content()
+    assert "lossscale" in text
+    for link in re.findall(r"\]\(([^)]*)\)|<img|src=", text):
+        assert link.startswith("https://"), link
 
 
 def test_the_adapter_the_demo_and_the_command_run_from_the_wheel(wheel, tmp_path):

@@ -16,14 +16,20 @@ def main() -> None:
     try:
         from lossscale.cli.application import application
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "lossscale":
-            raise
-        sys.stderr.write(
-            f"The command lossscale needs the package {error.name}, which is not "
-            "installed.\nInstall it with: pip install 'lossscale[cli]'\n"
-        )
+        sys.stderr.write(f"Error: {what_is_missing(error)}\n")
         sys.exit(2)
     application()
+
+
+def what_is_missing(error: ModuleNotFoundError) -> str:
+    """Return what to type if a package of the command is not installed."""
+    package = (error.name or "").partition(".")[0]
+    if package == "lossscale":
+        raise error
+    return (
+        f"The command lossscale needs the package {package}, which is not installed. "
+        "Install it with: pip install 'lossscale[cli]'"
+    )
 
 
 def _leave_out_current_folder() -> None:

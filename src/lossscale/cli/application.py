@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from lossscale.cli import what_is_missing
 from lossscale.cli.choices import Group
 from lossscale.cli.convert import convert
 from lossscale.cli.demo import demo
@@ -24,6 +25,8 @@ class _Group(Group):
             return super().invoke(ctx)
         except LossScaleError as error:
             raise click.UsageError(str(error)) from None
+        except ModuleNotFoundError as error:
+            raise click.UsageError(what_is_missing(error)) from None
         except MemoryError:
             message = "That needs more memory than there is."
             raise click.UsageError(message) from None

@@ -107,7 +107,9 @@ def _read_torch(data: bytes, name: str) -> Mapping[str, Any]:
     """Return the mapping in a file of torch.save, without executing any of it."""
     try:
         torch = import_module("torch")
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name != "torch":  # it is there, and something of its own is not
+            raise
         message = (
             f"{name} is a file of torch.save, and torch is not installed. Install it "
             "with: pip install 'lossscale[torch]'"

@@ -6,6 +6,7 @@ without a scale, float16 with a fixed scale, float16 with a dynamic scale. Needs
 `picture` also needs matplotlib, and imports it only when called.
 """
 
+import lossscale.numpy  # noqa: F401  # without NumPy, it says what to install
 from lossscale.demo.data import Digits, load_digits
 from lossscale.demo.picture import check_matplotlib, draw
 from lossscale.demo.training import Run, compare, train

@@ -4,6 +4,7 @@
 Uses the core and NumPy. Adapters do not import it.
 """
 
+import lossscale.numpy  # noqa: F401  # without NumPy, it says what to install
 from lossscale.diagnostics.recording import Recording, read_recording
 from lossscale.diagnostics.simulation import Simulation, simulate
 

@@ -6,6 +6,19 @@ seven classic classes (`classic.py`). It imports the core and NumPy, and no othe
 adapter.
 """
 
+from lossscale.core.errors import MissingPackageError
+
+try:
+    import numpy  # noqa: F401, ICN001
+except ModuleNotFoundError as error:
+    if error.name != "numpy":  # it is there, and something of its own is not
+        raise
+    _message = (
+        "lossscale.numpy needs NumPy, which is not installed. Install it with: "
+        "pip install 'lossscale[numpy]'"
+    )
+    raise MissingPackageError(_message) from None
+
 from lossscale.core.classic import LossScale, LossScaleManager
 from lossscale.numpy.classic import (
     DynamicLossScale,
