@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from helpers.limits import HANG_SECONDS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -228,7 +229,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
     os.mkfifo(pipe)
     reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
     portable.save(pipe, Dynamic(), Dynamic().init())
-    text = reader.communicate(timeout=30)[0]
+    text = reader.communicate(timeout=HANG_SECONDS)[0]
     assert "lossscale/1" == json.loads(text)["format"]
     assert pipe.is_fifo()
 
@@ -278,7 +279,7 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path):
     for attempt in range(8):
         path.unlink(missing_ok=True)
         process = subprocess.Popen([sys.executable, "-c", program])
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.002)
         time.sleep(0.013 * attempt)

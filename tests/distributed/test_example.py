@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from helpers.limits import HANG_SECONDS
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_fsdp.py"
 LAST = re.compile(r"rank \d: accuracy ([\d.]+)% skipped (\d+) scale=([\d.]+)")
 
@@ -35,7 +37,7 @@ def run_example(ranks):
     ]
     printed = []
     for process in processes:
-        output, errors = process.communicate(timeout=400)
+        output, errors = process.communicate(timeout=HANG_SECONDS)
         at_exit = process.returncode == -signal.SIGABRT and RACE in errors
         if process.returncode and not at_exit:
             raise AssertionError(errors[-4000:])

@@ -16,7 +16,6 @@ import math
 import random
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import NamedTuple
 
 import pytest
@@ -24,6 +23,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist  # noqa: E402
+from helpers.limits import HANG  # noqa: E402
 from helpers.torch_steps import BAD, parameter, picture  # noqa: E402
 from torch.amp.grad_scaler import (  # noqa: E402
     OptState,
@@ -491,8 +491,7 @@ def run_rank(style, base, kind, faults, resume_at, rank, store):
     """Train on one rank; take a new start from a checkpoint at one of the steps."""
     group = None
     if style.ranks > 1:
-        patience = timedelta(seconds=20)
-        group = dist.ProcessGroupGloo(store, rank, style.ranks, patience)
+        group = dist.ProcessGroupGloo(store, rank, style.ranks, HANG)
     problem = Problem(style, kind, rank)
     trainer = style(base, problem, group)
     scales, weights = [], [copies(problem)]

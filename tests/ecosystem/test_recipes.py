@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from helpers.limits import HANG_SECONDS
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -19,7 +20,7 @@ def printed(name):
         [sys.executable, str(RECIPES / f"{name}.py")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
         check=False,
     )
     if finished.returncode or finished.stderr:

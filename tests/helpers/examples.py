@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from helpers.limits import HANG_SECONDS
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LINE = re.compile(
     r"(.*?) +accuracy ([\d.]+)% skipped (\d+) scale ([\d,]+)(?: rate ([\d.]+))?"
@@ -24,7 +26,7 @@ def run_example(name, folder=None):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_SECONDS,
         check=False,
         cwd=folder,
     )

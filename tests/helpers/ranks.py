@@ -11,10 +11,9 @@ import sys
 import tempfile
 import traceback
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 
-PATIENCE = timedelta(seconds=60)
+from helpers.limits import HANG, HANG_SECONDS
 
 
 class Pool:
@@ -70,7 +69,8 @@ class Pool:
 
     def _answer(self, rank):
         end = self._ends[rank]
-        if not end.poll(3 * PATIENCE.total_seconds()):
+        # A rank that waits for another gives up first, and says where.
+        if not end.poll(2 * HANG_SECONDS):
             return "raised", "no answer"
         try:
             return end.recv()
@@ -82,7 +82,7 @@ class Pool:
             with suppress(OSError):
                 end.send(None)
         for process in self.processes:
-            process.join(10)
+            process.join(10)  # no test depends on it: what is left is killed
             if process.is_alive():
                 process.kill()
         self._folder.cleanup()
@@ -137,7 +137,7 @@ def _work(rank, ranks, store, end, path, launched):
         init_method=f"file://{store}",
         rank=rank,
         world_size=ranks,
-        timeout=PATIENCE,
+        timeout=HANG,
     )
     files = {}
     while (place := end.recv()) is not None:

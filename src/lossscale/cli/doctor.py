@@ -43,14 +43,14 @@ class Finding(NamedTuple):
 
 
 @click.command()
-@click.argument("parts", nargs=-1, type=Choice(list(PARTS)))
+@click.argument("parts", nargs=-1, metavar="[PART]...", type=Choice(list(PARTS)))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def doctor(ctx: click.Context, parts: tuple[str, ...], as_json: bool) -> None:
     """Say which packages work here and, if not, what to type.
 
     Every part is imported, with the adapter that uses it, and its version is compared
-    with the one that lossscale declares. PARTS are some of them. [default: all]
+    with the one that lossscale declares. Without a PART all of them are examined.
 
     The exit status is 1 if a part is installed and does not work or is not supported.
     """

@@ -12,7 +12,7 @@ from lossscale.core.presets import PRESETS
 
 
 @click.command()
-@click.argument("name", required=False, type=Choice(list(PRESETS)))
+@click.argument("name", required=False, metavar="[NAME]", type=Choice(list(PRESETS)))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def presets(name: str | None, as_json: bool) -> None:
     """Show every setting of every preset, or all about one of them."""

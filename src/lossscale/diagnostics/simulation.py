@@ -329,9 +329,8 @@ def _compiled() -> Callable[..., Any] | None:
         import numba  # noqa: PLC0415  # a second, and only long simulations need it
     except ImportError:
         message = (
-            "numba is not installed: a simulation as long as this one takes about a "
-            "hundred times longer without it. Install it: pip install "
-            "'lossscale[simulate]'"
+            "numba is not installed: a step takes about a hundred times longer than a "
+            "compiled one. Install it: pip install 'lossscale[simulate]'"
         )
         warnings.warn(message, RuntimeWarning, stacklevel=3)
         return None

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.limits import HANG_SECONDS
 
 pytest.importorskip("jax", reason="jax is not installed")
 
 WORKER = Path(__file__).parent / "worker.py"
-MINUTES = 4
 
 
 def free_port():
@@ -31,7 +31,7 @@ def run_workers(count):
     port = free_port()
     processes = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(count), str(port)],
+            [sys.executable, str(WORKER), *map(str, (rank, count, port, HANG_SECONDS))],
             env=os.environ | settings,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -42,7 +42,7 @@ def run_workers(count):
     seen = []
     try:
         for process in processes:
-            output, errors = process.communicate(timeout=60 * MINUTES)
+            output, errors = process.communicate(timeout=HANG_SECONDS)
             if process.returncode:
                 raise AssertionError(errors[-4000:])
             seen.append(json.loads(output.strip().splitlines()[-1]))

@@ -1,18 +1,22 @@
 """One of several processes that train together; prints what it saw as one JSON line.
 
-python worker.py RANK WORLD PORT
+python worker.py RANK WORLD PORT LIMIT
 """
 
 import json
 import sys
 from functools import partial
+from inspect import signature
 
 import jax
 
-rank, world, port = (int(word) for word in sys.argv[1:])
+rank, world, port, limit = (int(word) for word in sys.argv[1:])
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_enable_checks", True)
-jax.distributed.initialize(f"localhost:{port}", world, rank)
+# JAX gives up after 100 to 300 seconds; which limits there are depends on its version.
+parameters = signature(jax.distributed.initialize).parameters
+limits = {name: limit for name in parameters if "timeout" in name}
+jax.distributed.initialize(f"localhost:{port}", world, rank, **limits)
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402

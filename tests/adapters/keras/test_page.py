@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.keras_backend import BACKEND, QUIET, keras
+from helpers.limits import HANG_SECONDS
 
 from lossscale.keras import LossScaleOptimizer
 
@@ -55,7 +56,7 @@ def test_the_example_learns_in_float16_with_a_scale_alone():
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert 0 == finished.returncode, finished.stderr[-4000:]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.limits import HANG_SECONDS
 
 pytest.importorskip("tensorflow", reason="tensorflow is not installed")
 pytest.importorskip("keras", reason="keras is not installed")
@@ -20,7 +21,7 @@ def run_example():
         [sys.executable, str(EXAMPLE)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
         check=False,
     )
     if finished.returncode:

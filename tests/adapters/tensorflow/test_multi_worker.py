@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.limits import HANG_SECONDS
 
 pytest.importorskip("tensorflow", reason="tensorflow is not installed")
 
 WORKER = Path(__file__).parent / "worker.py"
-MINUTES = 4
 
 
 def free_ports(count):
@@ -50,7 +50,7 @@ def run_workers(count=2):
     seen = []
     try:
         for process in processes:
-            output, errors = process.communicate(timeout=60 * MINUTES)
+            output, errors = process.communicate(timeout=HANG_SECONDS)
             if process.returncode:
                 raise AssertionError(errors[-4000:])
             seen.append(json.loads(output.strip().splitlines()[-1]))

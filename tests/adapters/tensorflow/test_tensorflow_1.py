@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.limits import HANG_SECONDS
 
 pytest.importorskip("tensorflow", reason="tensorflow is not installed")
 
@@ -47,7 +48,7 @@ def test_it_trains_skips_saves_and_restores(kind, folder):
         [sys.executable, "-c", PROGRAM, kind, folder],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
         check=False,
     )
     if finished.returncode:
