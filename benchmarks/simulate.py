@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long do a million steps of a hundred policies take, and how much is compiling?
+"""How long do a million steps of a hundred policies take? When is compiling worth it?
 
-Times the command as a person runs it (start, imports and compilation included) and the
-function inside one process, for several rates of overflow, beside the same steps taken
-one by one through `lossscale.numpy`. Writes results/simulate.csv.
+In seconds of CPU time, which other processes change less than the time on the wall:
+the command as a person runs it (start, imports and compilation included); in fresh
+processes the import of numba with the compilation (`compile`); steps that Python takes
+(`plain`); and compiled ones for several rates of overflow. `worth_compiling` is how
+many plain steps take as long as compiling does: `WORTH_COMPILING` in
+`lossscale.diagnostics.simulation`. Writes results/simulate.csv.
 """
 
 import csv
+import resource
 import subprocess
 import sys
 import time
@@ -16,12 +20,20 @@ from machine import RESULTS, describe
 
 from lossscale import Dynamic, presets
 from lossscale.diagnostics import simulate
-from lossscale.diagnostics.simulation import _one_by_one
+from lossscale.diagnostics.simulation import WORTH_COMPILING
 
 STEPS, POLICIES = 1_000_000, 100
 RATES = (0.0005, 0.01, 0.5)
 REPEATS = 3
-SLOW_STEPS = 20_000
+COMPILE = """
+import time, numpy as np
+from lossscale import Dynamic
+from lossscale.diagnostics import simulation
+simulation.WORTH_COMPILING = 0
+start = time.process_time()
+simulation.simulate([Dynamic()], np.ones(10, np.bool_))
+print(time.process_time() - start)
+"""
 
 
 def hundred() -> list[Dynamic]:
@@ -38,35 +50,56 @@ def command_seconds() -> float:
     sweep = f"growth_interval=50:4000:{POLICIES}"
     command = [sys.executable, "-m", "lossscale", "simulate", "-p", "torch"]
     command += ["--sweep", sweep, "--steps", str(STEPS), "--rate", "0.001", "--json"]
-    start = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
-    return time.perf_counter() - start
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run(command, check=True, **silent)  # noqa: S603
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def compile_seconds() -> float:
+    """Time numba's import and the compilation, in a process of its own."""
+    command = [sys.executable, "-c", COMPILE]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
+    return float(printed.stdout)
+
+
+def seconds_of(policies: list[Dynamic], flags: np.ndarray) -> float:
+    start = time.process_time()
+    simulate(policies, flags)
+    return time.process_time() - start
 
 
 def main() -> None:
     rows = [("command", 0.001, n, command_seconds(), "") for n in range(REPEATS)]
-    simulate([Dynamic()], np.ones(10, np.bool_))  # compile
+    rng = np.random.default_rng(0)
+    few = rng.random(WORTH_COMPILING // 2) >= 0.001
+    for repeat in range(REPEATS):
+        compiling, plain = compile_seconds(), seconds_of([Dynamic()], few)
+        rows.append(("compile", "", repeat, compiling, ""))
+        worth = compiling / plain * few.size
+        rows.append(("plain", 0.001, repeat, plain, f"{worth:.0f}"))
+        per_plain_step = plain / few.size
     policies = hundred()
+    seconds_of(policies[:3], np.ones(STEPS, np.bool_))  # compile
     for rate in RATES:
         flags = np.random.default_rng(0).random(STEPS) >= rate
-        start = time.perf_counter()
-        _one_by_one(Dynamic(), flags[:SLOW_STEPS])
-        slow = (time.perf_counter() - start) / SLOW_STEPS * STEPS * POLICIES
-        for repeat in range(REPEATS):
-            start = time.perf_counter()
-            simulate(policies, flags)
-            seconds = time.perf_counter() - start
-            rows.append(("function", rate, repeat, seconds, f"{slow / seconds:.0f}"))
+        rows += [
+            ("compiled", rate, repeat, seconds_of(policies, flags), "")
+            for repeat in range(REPEATS)
+        ]
+    fast = rows[-1][3] / STEPS / POLICIES
+    print(f"a plain step takes {per_plain_step / fast:.0f} times a compiled one")
     facts = describe("numpy", "numba")
-    columns = ["what", "overflow_rate", "repeat", "seconds", "times_one_by_one"]
+    columns = ["what", "overflow_rate", "repeat", "cpu_seconds", "worth_compiling"]
     with (RESULTS / "simulate.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow([*columns, *facts])
-        for what, rate, repeat, seconds, ratio in rows:
+        for what, rate, repeat, seconds, worth in rows:
             writer.writerow(
-                [what, rate, repeat, f"{seconds:.2f}", ratio, *facts.values()]
+                [what, rate, repeat, f"{seconds:.2f}", worth, *facts.values()]
             )
-            print(f"{what:10} rate {rate:<7} {seconds:6.2f} s  {ratio}")
+            print(f"{what:10} rate {rate:<7} {seconds:6.2f} s  {worth}")
 
 
 if __name__ == "__main__":

@@ -329,7 +329,7 @@ def _compiled() -> Callable[..., Any] | None:
         import numba  # noqa: PLC0415  # a second, and only long simulations need it
     except ImportError:
         message = (
-            "numba is not installed: a step takes about a hundred times longer than a "
+            "numba is not installed: a step takes more than fifty times as long as a "
             "compiled one. Install it: pip install 'lossscale[simulate]'"
         )
         warnings.warn(message, RuntimeWarning, stacklevel=3)
