@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from helpers.limits import HANG_SECONDS
+from helpers.processes import run_process
 from helpers.terminals import read_all, seen_on_a_terminal
 
 from lossscale import Dynamic, presets, to_portable
@@ -16,14 +17,10 @@ COMMAND = [sys.executable, "-m", "lossscale"]
 
 
 def run(*arguments, cwd=None, given=None):
-    return subprocess.run(
+    return run_process(
         [*COMMAND, *arguments],
-        capture_output=True,
-        text=True,
         cwd=cwd,
         input=given,
-        timeout=HANG_SECONDS,
-        check=False,
     )
 
 
@@ -109,11 +106,11 @@ def test_a_file_that_cannot_be_used_is_one_message_and_status_2(tmp_path):
 
 
 def test_a_chart_falls_back_to_plain_characters():
-    result = subprocess.run(
+    result = run_process(
         [*COMMAND, "simulate", "--steps", "300", "--chart"],
-        capture_output=True,
         check=True,
         env=os.environ | {"PYTHONIOENCODING": "cp1252"},
+        text=False,
     )
     assert result.stdout.decode("ascii").count("|") > 10
 
@@ -328,9 +325,7 @@ def test_without_its_packages_the_command_says_what_to_type():
     program = (
         "import sys; sys.modules['click'] = None; import lossscale.cli as c; c.main()"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    result = run_process([sys.executable, "-c", program])
     assert 2 == result.returncode
     assert "pip install 'lossscale[cli]'" in result.stderr
 
@@ -350,9 +345,7 @@ def test_without_a_package_a_command_says_what_to_type(package, arguments, extra
         f"import sys; sys.modules[{package!r}] = None; sys.argv[1:] = {arguments!r};"
         "from lossscale.cli import main; main()"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    result = run_process([sys.executable, "-c", program])
     assert 2 == result.returncode
     assert f"pip install 'lossscale[{extra}]'" in result.stderr
     assert "Traceback" not in result.stderr

@@ -2,11 +2,10 @@
 
 import json
 import pickle
-import subprocess
 import sys
 
 import pytest
-from helpers.limits import HANG_SECONDS
+from helpers.processes import run_process
 
 from lossscale import Dynamic, presets, to_portable
 
@@ -24,12 +23,10 @@ TORCH = {
 def run(*arguments, given=None, before=""):
     """Run the command; `before` is what the process does first."""
     program = f"{before}\nfrom lossscale.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", program, "convert", *map(str, arguments)],
-        capture_output=True,
+    return run_process(
+        [sys.executable, "-c", program, "convert", *arguments],
         input=given,
-        check=False,
-        timeout=HANG_SECONDS,
+        text=False,
     )
 
 

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from helpers.limits import HANG_SECONDS
+from helpers.processes import run_process
 
 SCRIPT = [str(Path(sys.executable).with_name("lossscale"))]
 MODULE = [sys.executable, "-m", "lossscale"]
@@ -39,12 +38,9 @@ def loaded_before_the_command():
     Python puts the current folder first for `-m`, so these names can be taken over.
     """
     program = "import runpy, pkgutil, sys, lossscale.cli; print(*sys.modules)"
-    listed = subprocess.run(
+    listed = run_process(
         [sys.executable, "-I", "-c", program],
-        capture_output=True,
-        text=True,
         check=True,
-        timeout=HANG_SECONDS,
     )
     return set(listed.stdout.split())
 
@@ -69,14 +65,10 @@ def run_among(names, command, arguments, outside, environment=None):
         for name in names:
             text = f"open({str(mark)!r}, 'a').write(__name__ + ' ')\n"
             (Path(hostile) / f"{name}.py").write_text(text, encoding="utf-8")
-        finished = subprocess.run(
+        finished = run_process(
             [*command, *(part.format(outside=outside) for part in arguments)],
             cwd=hostile,
             env=os.environ | (environment or {}),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=HANG_SECONDS,
         )
     if finished.returncode:
         raise AssertionError(finished.stderr)
@@ -105,13 +97,9 @@ def test_a_path_with_an_empty_entry_does_not_name_the_current_folder(outside):
 def test_a_package_on_the_python_path_is_found_by_the_doctor(tmp_path):
     """What a training would import is examined: PYTHONPATH is a choice of the user."""
     (tmp_path / "numba.py").write_text("raise RuntimeError('the one on the path')")
-    finished = subprocess.run(
+    finished = run_process(
         [*SCRIPT, "doctor", "numba"],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_SECONDS,
     )
     assert 1 == finished.returncode
     assert "the one on the path" in finished.stdout
@@ -119,13 +107,10 @@ def test_a_package_on_the_python_path_is_found_by_the_doctor(tmp_path):
 
 @pytest.mark.parametrize("command", [SCRIPT, MODULE], ids=["script", "module"])
 def test_in_the_folder_of_examples_torch_works(command):
-    finished = subprocess.run(
+    finished = run_process(
         [*command, "doctor", "torch", "--json"],
         cwd=EXAMPLES,
-        capture_output=True,
-        text=True,
         check=True,
-        timeout=HANG_SECONDS,
     )
     (part,) = json.loads(finished.stdout)["parts"]
     assert "works" == part["status"]
@@ -138,12 +123,8 @@ def test_a_folder_that_was_deleted_is_no_obstacle(tmp_path):
     )
     gone = tmp_path / "gone"
     gone.mkdir()
-    finished = subprocess.run(
+    finished = run_process(
         [sys.executable, "-c", program],
         cwd=gone,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_SECONDS,
     )
     assert 0 == finished.returncode, finished.stderr

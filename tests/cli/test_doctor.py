@@ -3,12 +3,11 @@
 import json
 import os
 import platform
-import subprocess
 import sys
 from importlib.metadata import requires, version
 
 import pytest
-from helpers.limits import HANG_SECONDS
+from helpers.processes import run_process
 from helpers.terminals import seen_on_a_terminal
 
 from lossscale.cli.doctor import _judge
@@ -22,13 +21,9 @@ def run(*arguments, path=None, variables=None):
     environment = os.environ | (variables or {})
     if path is not None:
         environment |= {"PYTHONPATH": str(path)}
-    return subprocess.run(
+    return run_process(
         [*COMMAND, *arguments],
         env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_SECONDS,
     )
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import pytest
 from helpers.limits import HANG_SECONDS
+from helpers.processes import run_process
 
 from lossscale import Dynamic, to_portable
 
@@ -146,13 +147,10 @@ def can_run(instructions):
 )
 def test_the_table_of_the_demo_holds_with_every_blas_kernel(kernel):
     """OpenBLAS takes its kernels from the variable; other libraries do not read it."""
-    finished = subprocess.run(
+    finished = run_process(
         [SCRIPTS / "lossscale", "demo", "--json"],
         env=os.environ | {"OPENBLAS_CORETYPE": kernel},
-        capture_output=True,
-        text=True,
         check=True,
-        timeout=HANG_SECONDS,
     )
     found = {run["run"]: run for run in json.loads(finished.stdout)}
     for name, shown in table_of_the_demo(ROOT / "README.md").items():

@@ -9,18 +9,15 @@ import sys
 import numpy as np
 import pytest
 from helpers.limits import HANG_SECONDS
+from helpers.processes import run_process
 
 COMMAND = [sys.executable, "-m", "lossscale", "simulate"]
 
 
 def run(*arguments, given=None):
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        capture_output=True,
-        text=True,
+    return run_process(
+        [*COMMAND, *arguments],
         input=given,
-        check=False,
-        timeout=HANG_SECONDS,
     )
 
 
@@ -220,12 +217,9 @@ def test_without_numba_a_long_simulation_is_a_remark_and_no_warning():
         "sys.argv[1:] = ['simulate', '--steps', '99'];"
         "from lossscale.cli import main; main()"
     )
-    result = subprocess.run(
+    result = run_process(
         [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
         check=True,
-        timeout=HANG_SECONDS,
     )
     assert result.stderr.startswith("note: numba is not installed")
     assert "RuntimeWarning" not in result.stderr
