@@ -8,7 +8,7 @@ import numpy as np
 import lossscale
 import lossscale.numpy as ls
 from lossscale import Dynamic, Fixed, Policy, ScaleState, Signal, presets
-from lossscale.diagnostics import Simulation, simulate
+from lossscale.diagnostics import Recording, Simulation, read_recording, simulate
 
 fixed: Fixed = Fixed(1024.0)
 dynamic: Dynamic = Dynamic(growth_interval=100, at_min="hold", late_growth="first")
@@ -25,6 +25,10 @@ policy, restored = lossscale.from_portable(portable)
 state = ls.init(policy, restored)
 
 results: list[Simulation] = simulate(policies, np.ones(3, np.bool_))
+recording: Recording = read_recording(["true", "false"], "steps.jsonl")
+results = simulate(
+    policies, recording.finite, magnitudes=recording.magnitudes("float16")
+)
 growths: int = results[0].growths
 
 

@@ -109,7 +109,8 @@ def _read_torch(data: bytes, name: str) -> Mapping[str, Any]:
         torch = import_module("torch")
     except ModuleNotFoundError as error:
         if error.name != "torch":  # it is there, and something of its own is not
-            raise
+            message = f"{name} is a file of torch.save, and torch is broken: {error}"
+            raise StateError(message) from None
         message = (
             f"{name} is a file of torch.save, and torch is not installed. Install it "
             "with: pip install 'lossscale[torch]'"
