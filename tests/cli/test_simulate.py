@@ -49,7 +49,7 @@ def test_a_run_between_its_bounds_says_nothing():
 
 
 def test_several_policies_at_the_floor_are_one_remark():
-    sweep = ("--sweep", "growth_interval=2000:4000:9", "--steps", 400_000)
+    sweep = ("--sweep", "growth_interval=2000:4000:9", "--steps", 200_000)
     rows, remark = simulated(*sweep)
     assert {2.0**-126} == {row["lowest"] for row in rows}
     assert 1 == remark.count("note:")
