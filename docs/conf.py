@@ -84,6 +84,8 @@ nitpick_ignore_regex = [
     (r"py:class", r"(lossscale\.core\.\w+\.)?(Values|Pair|Portable)"),
     # A private type variable: "the class this was called on".
     (r"py:(class|obj)", r"(lossscale\.core\.classic\.loss_scales\.)?Self"),
+    # A type variable: a tensor, or an iterable of tensors.
+    (r"py:(class|obj)", r"(lossscale\.torch\.grad_scaler\.)?Outputs"),
     # What an optimizer must have; described in the text of LossScaleOptimizer.
     (r"py:class", r"(lossscale\.core\.classic\.optimizer\.)?Optimizer"),
     # The standard library and NumPy: no inventory is downloaded.
