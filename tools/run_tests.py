@@ -68,6 +68,7 @@ SUITES = {
     "jax-presets": Suite(("tests/compat/test_jax.py",), {}),
     "optax": Suite(("tests/adapters/optax",), {}),
     "torch": Suite(("tests/compat/test_torch.py", "tests/adapters/torch"), {}),
+    "torch-faults": Suite(("tests/faults/test_torch_faults.py",), {}),
     "torch-ranks": Suite(("tests/distributed",), {}),
     "torch-packages": Suite(("tests/ecosystem",), {}),
     "kernels-interpreted": Suite(
