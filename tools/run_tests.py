@@ -41,7 +41,7 @@ def tensorflow(*names: str) -> Suite:
 SUITES = {
     "core": Suite(("tests/core",), {}),
     "tensorflow": tensorflow(
-        *("conformance", "modes", "gradients", "checkpoints", "optimizer"),
+        *("conformance", "modes", "gradients", "headroom", "checkpoints", "optimizer"),
         *("tensorflow_1", "example"),
     ),
     "tensorflow-traces": tensorflow("traces"),

@@ -130,19 +130,30 @@ class _Binding:
         permitted: Array,
         apply: Callable[[], Any],
         skip: Callable[[], Any],
-        update: Callable[[], Any],
+        is_finite: Callable[[], Array],
+        update: Callable[[Array | None], Any],
     ) -> Any:
         if tf.executing_eagerly():
-            if bool(permitted):
-                apply()
-            else:
-                skip()
-            update()
+            applied = bool(permitted)
+            (apply if applied else skip)()
+            update(None if applied else is_finite())
             return None
         # Branches that return ops and not tensors: under XLA a step is a tenth faster.
+        # So the flag has a branch of its own, and is computed on skipped steps alone.
         applied = tf.cond(permitted, lambda: _group(apply()), lambda: _group(skip()))
+        too_large = tf.cond(permitted, lambda: tf.constant(False), is_finite)
         with tf.control_dependencies([applied]):
-            return _group([applied, update()])
+            return _group([applied, update(too_large)])
+
+    def unless(self, condition: Array, ask: Callable[[], tuple[Any, Any]]) -> Array:
+        if tf.executing_eagerly():
+            return self.flag(False if bool(condition) else ask()[1])
+
+        def asked() -> Array:
+            operation, flag = ask()
+            return _after(operation, self.flag(flag))
+
+        return tf.cond(condition, lambda: tf.constant(False), asked)
 
 
 BINDING = _Binding()
@@ -155,6 +166,12 @@ def _graph() -> Any:
     """
     with tf.init_scope():
         return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def _after(results: Any, value: Array) -> Array:
+    """Return a value that is known when everything in a nest has run."""
+    with tf.control_dependencies(_runnable(results)):
+        return tf.identity(value)
 
 
 def _group(results: Any) -> Any:
