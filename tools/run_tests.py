@@ -29,7 +29,11 @@ class Suite(NamedTuple):
 
 
 def keras(backend: str) -> Suite:
-    paths = "tests/compat/test_keras.py", "tests/adapters/keras"
+    paths = (
+        "tests/compat/test_keras.py",
+        "tests/adapters/keras",
+        "tests/faults/test_keras_faults.py",
+    )
     return Suite(paths, {"KERAS_BACKEND": backend})
 
 
@@ -50,6 +54,7 @@ SUITES = {
     "keras-torch": keras("torch"),
     "tensorflow-beside": tensorflow("beside_tensorflow"),
     "tensorflow-replicas": tensorflow("strategies", "multi_worker"),
+    "tensorflow-faults": Suite(("tests/faults/test_tensorflow_faults.py",), {}),
     "tensorflow-preset": Suite(("tests/compat/test_tensorflow.py",), {}),
     "command": Suite(
         (
