@@ -296,7 +296,7 @@ def test_global_step_moves_in_graphs_and_by_position():
             v1.train.GradientDescentOptimizer(1.0), ls.DynamicLossScale(8)
         )
         train = optimizer.minimize(fed * weight, step, [weight])
-        assert isinstance(train, tf.Operation)
+        assert isinstance(train, tf.Tensor)
         session.run(v1.global_variables_initializer())
         seen = []
         for gradient in (0.5, np.nan, 0.25):

@@ -75,7 +75,7 @@ class LossScaleOptimizer:
             return
         found = get(loss_scale_manager, self._fixed_class, self._dynamic_class)
         if found is None:
-            message = 'The loss scale cannot be None; pass a number or "dynamic".'
+            message = 'loss_scale cannot be None; pass a number or "dynamic".'
             raise SettingError(message)
         self._loss_scale = found
 
