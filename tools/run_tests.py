@@ -29,12 +29,12 @@ class Suite(NamedTuple):
 
 
 def keras(backend: str) -> Suite:
-    paths = (
-        "tests/compat/test_keras.py",
-        "tests/adapters/keras",
-        "tests/faults/test_keras_faults.py",
-    )
+    paths = "tests/compat/test_keras.py", "tests/adapters/keras"
     return Suite(paths, {"KERAS_BACKEND": backend})
+
+
+def keras_faults(backend: str) -> Suite:
+    return Suite(("tests/faults/test_keras_faults.py",), {"KERAS_BACKEND": backend})
 
 
 def tensorflow(*names: str) -> Suite:
@@ -55,6 +55,9 @@ SUITES = {
     "tensorflow-beside": tensorflow("beside_tensorflow"),
     "tensorflow-replicas": tensorflow("strategies", "multi_worker"),
     "tensorflow-faults": Suite(("tests/faults/test_tensorflow_faults.py",), {}),
+    "keras-faults-tensorflow": keras_faults("tensorflow"),
+    "keras-faults-jax": keras_faults("jax"),
+    "keras-faults-torch": keras_faults("torch"),
     "tensorflow-preset": Suite(("tests/compat/test_tensorflow.py",), {}),
     "command": Suite(
         (
