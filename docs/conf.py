@@ -15,7 +15,7 @@ from sphinx.ext.autodoc.mock import mock
 # The pages are built without a framework, and look the same where one is installed: the
 # adapters are imported with stand-ins. A stand-in is enough for everything but base
 # classes, decorators, and a version that is compared.
-with mock(["tensorflow", "keras", "torch", "jax", "optax"]):
+with mock(["tensorflow", "keras", "tf_keras", "torch", "jax", "optax"]):
     import keras
     import optax
     import tensorflow as tf

@@ -46,7 +46,7 @@ SUITES = {
     "core": Suite(("tests/core",), {}),
     "tensorflow": tensorflow(
         *("conformance", "modes", "gradients", "headroom", "checkpoints", "optimizer"),
-        *("results", "tensorflow_1", "example"),
+        *("results", "tf_keras", "tensorflow_1", "example"),
     ),
     "tensorflow-traces": tensorflow("traces"),
     "keras-tensorflow": keras("tensorflow"),

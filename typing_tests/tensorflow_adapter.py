@@ -74,7 +74,8 @@ ls.LossScaleOptimizer(descent, own)
 
 ls.ExponentialUpdateLossScaleManager(8.0, 2, at_floor="floor")  # type: ignore[arg-type]
 ls.ExponentialUpdateLossScaleManager(8.0)  # type: ignore[call-arg]
-ls.LossScaleOptimizer(descent)  # type: ignore[call-arg]
-ls.LossScaleOptimizer(descent, None)  # type: ignore[arg-type]
+ls.LossScaleOptimizer(descent, loss_scale=8)
+ls.LossScaleOptimizer(descent)  # type: ignore[call-overload]
+ls.LossScaleOptimizer(descent, None)  # type: ignore[call-overload]
 dynamic.multiplier = 3.0  # type: ignore[misc]
 wrong: ScaleState = ls.init(Fixed)  # type: ignore[arg-type]

@@ -3,8 +3,10 @@
 
 Rooms: `verbs.py` (the five verbs), `leaves.py` (one gradient of any kind),
 `measurements.py`, `binding.py` (variables and graphs), `replicas.py` (distribution
-strategies), `classic.py` (managers and loss scales), `optimizer.py` (the wrapper) and
-`inner.py` (what it wraps). It imports the core and TensorFlow, and no other adapter.
+strategies), `classic.py` (managers and loss scales), `optimizer.py`, `wrapper.py` (the
+optimizer wrapper), `inner.py` (what it wraps) and `tf_keras.py`, which is imported when
+an optimizer of tf_keras is wrapped. It imports the core and TensorFlow, and no other
+adapter.
 """
 
 from lossscale.core.errors import MissingPackageError

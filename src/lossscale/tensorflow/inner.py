@@ -6,12 +6,29 @@ Keras's (Keras 3, tf_keras and its legacy ones) take gradients from a tape and c
 in `iterations`. Here both look like TensorFlow 1's.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from lossscale.core.errors import ContextError, SettingError
+
+_SCALING = frozenset(
+    {
+        "LossScaleOptimizer",
+        "BaseLossScaleOptimizer",
+        "LossScaleOptimizerV3",
+        "MixedPrecisionLossScaleOptimizer",
+    }
+)
+"""Classes that scale the loss, by name."""
+
+_LIBRARIES = frozenset({"keras", "tf_keras", "tensorflow", "lossscale"})
+"""Where a name in this set must come from."""
+
+_MARK = "_is_wrapped_by_loss_scale_optimizer"
+"""The attribute by which tf_keras, too, marks what it has wrapped."""
 
 
 def check(opt: Any) -> None:
@@ -23,18 +40,28 @@ def check(opt: Any) -> None:
             f"{opt!r}."
         )
         raise SettingError(message)
-    # Keras's own wrappers unscale, or skip, a second time.
-    if is_keras(opt) and hasattr(opt, "inner_optimizer"):
+    _check_scales_nothing(opt)
+    if getattr(opt, "gradient_transformers", None):
         message = (
-            f"opt scales its loss already ({type(opt).__name__}). Pass the optimizer "
-            "inside it: opt.inner_optimizer."
+            "opt was made with gradient_transformers, which change the gradients after "
+            "they were found finite. Change them before apply_gradients instead."
         )
         raise SettingError(message)
-    if changes_gradients(opt):
+
+
+def _check_scales_nothing(opt: Any) -> None:
+    """Raise if an optimizer scales its loss already, or another wrapper has it."""
+    names = ((each.__module__.partition(".")[0], each.__name__) for each in _mro(opt))
+    if any(library in _LIBRARIES and name in _SCALING for library, name in names):
         message = (
-            "opt was made with gradient_aggregator or gradient_transformers, which "
-            "change the gradients after they were found finite. Change them before "
-            "apply_gradients instead."
+            f"opt is a {type(opt).__name__}, which scales its loss already. Wrap the "
+            "optimizer inside it."
+        )
+        raise SettingError(message)
+    if getattr(opt, _MARK, False):
+        message = (
+            f"This {type(opt).__name__} is already wrapped by a LossScaleOptimizer. "
+            "Make a new optimizer for each wrapper."
         )
         raise SettingError(message)
     if getattr(opt, "loss_scale_factor", None) is not None:
@@ -45,17 +72,48 @@ def check(opt: Any) -> None:
         raise SettingError(message)
 
 
-def changes_gradients(opt: Any) -> bool:
-    """Whether a legacy optimizer of tf_keras was given functions that change them."""
+def _mro(opt: Any) -> tuple[type, ...]:
+    return type(opt).__mro__
+
+
+def mark(opt: Any) -> None:
+    """Note that an optimizer is wrapped, so that it is not wrapped once more."""
+    with contextlib.suppress(AttributeError):  # an optimizer of the user's, with slots
+        object.__setattr__(opt, _MARK, True)
+
+
+def aggregate(
+    opt: Any, pairs: list[tuple[Any, Any]], keywords: dict[str, Any]
+) -> tuple[list[tuple[Any, Any]], dict[str, Any]]:
+    """Call the `gradient_aggregator` of a legacy optimizer, if it was given one.
+
+    What it returns is checked, and applied without being aggregated once more.
+    """
     aggregator = getattr(opt, "gradient_aggregator", None)
     usual = getattr(aggregator, "__name__", None) == "all_reduce_sum_gradients"
-    replaced = aggregator is not None and not usual
-    return bool(getattr(opt, "gradient_transformers", None)) or replaced
+    name = "experimental_aggregate_gradients"
+    if aggregator is None or usual or not keywords.get(name, True):
+        return pairs, keywords
+    given = [
+        (gradient, variable) for gradient, variable in pairs if gradient is not None
+    ]
+    return list(aggregator(given)), keywords | {name: False}
+
+
+def is_step_of_tf_keras(global_step: Any) -> bool:
+    """Whether a step is counted by tf_keras's adapter for optimizers of TensorFlow 1.
+
+    `compile` puts one around them. Its `minimize` takes gradients by a tape of its own.
+    """
+    return str(getattr(global_step, "name", "")).startswith("TFOptimizer/")
 
 
 def is_keras(opt: Any) -> bool:
     """Whether an optimizer counts its own steps, as all of Keras's do."""
-    return hasattr(opt, "iterations")
+    # Of the class: to ask a legacy optimizer for the attribute creates the variable.
+    return hasattr(type(opt), "iterations") or "iterations" in getattr(
+        opt, "__dict__", ()
+    )
 
 
 def name(opt: Any) -> str:

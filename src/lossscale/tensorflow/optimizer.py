@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer wrapper: scale the loss, unscale the gradients, skip the bad step."""
+"""The optimizer wrapper under its classic names.
 
-from collections.abc import Iterable
-from typing import Any
+What an instance is besides a `LossScaleOptimizer` depends on the optimizer inside:
+around one of tf_keras it is tf_keras's own wrapper, which `compile` looks for; around
+any other it is a `tf.compat.v1.train.Optimizer`.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeAlias, overload
 
 import tensorflow as tf
 
-from lossscale.core import checks, classic, headroom
-from lossscale.core.errors import SettingError, SettingTypeError, StructureError
-from lossscale.core.state import Array
-from lossscale.tensorflow import inner, leaves, replicas, verbs
-from lossscale.tensorflow.autograph import unconverted, unconverted_methods
-from lossscale.tensorflow.binding import BINDING
+from lossscale.core import checks, classic
+from lossscale.core.errors import SettingError, SettingTypeError
+from lossscale.tensorflow import inner
+from lossscale.tensorflow.autograph import unconverted_methods
 from lossscale.tensorflow.classic import DynamicLossScale, FixedLossScale
+from lossscale.tensorflow.wrapper import Wrapper
+
+Scale: TypeAlias = classic.LossScaleManager | classic.LossScale | float | str
+
+_SETTINGS = ("lr", "beta_1", "beta_2", "clipnorm", "global_clipnorm", "clipvalue")
+"""Settings of a Keras optimizer that are read and set through the wrapper."""
 
 
 @unconverted_methods(
@@ -22,13 +32,15 @@ from lossscale.tensorflow.classic import DynamicLossScale, FixedLossScale
     "get_scaled_loss",
     "get_unscaled_gradients",
 )
-class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimizer):
+class LossScaleOptimizer(Wrapper):
     """An optimizer that scales its loss and never applies non-finite gradients.
 
     It wraps an optimizer of `tf.compat.v1.train`, of Keras 3 or of tf_keras, works
     eagerly, in graphs and in `tf.function`, and under distribution strategies, where
-    one bad replica makes the step bad for all. It is a `tf.compat.v1.train.Optimizer`
-    and can be put into a `tf.train.Checkpoint`.
+    one bad replica makes the step bad for all. It can be put into a
+    `tf.train.Checkpoint`. Around an optimizer of tf_keras it is what tf_keras's
+    `compile` looks for, so `fit` scales the loss; around any other it is a
+    `tf.compat.v1.train.Optimizer`.
 
     Example:
         >>> import tensorflow as tf, lossscale.tensorflow as ls
@@ -40,16 +52,37 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
         2.0
     """
 
-    _binding = BINDING
-    _fixed_class = FixedLossScale
-    _dynamic_class = DynamicLossScale
-    _optimizer: Any
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
+        """Choose the class by the optimizer."""
+        opt = arguments[0] if arguments else keywords.get("opt")
+        return object.__new__(_derive(cls, _base_for(opt)))
+
+    @overload
+    def __init__(
+        self,
+        opt: Any,
+        loss_scale_manager: Scale,
+        *,
+        skip_nonfinite: bool = True,
+        count_skipped_steps: bool = False,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        opt: Any,
+        *,
+        loss_scale: Scale,
+        skip_nonfinite: bool = True,
+        count_skipped_steps: bool = False,
+    ) -> None: ...
 
     def __init__(
         self,
         opt: Any,
-        loss_scale_manager: classic.LossScaleManager | classic.LossScale | float | str,
+        loss_scale_manager: Any = None,
         *,
+        loss_scale: Any = None,
         skip_nonfinite: bool = True,
         count_skipped_steps: bool = False,
     ) -> None:
@@ -58,6 +91,7 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
         Args:
             opt: The optimizer to wrap.
             loss_scale_manager: A manager, a LossScale, a number, or "dynamic".
+            loss_scale: The same by the name that it had in tf.keras.
             skip_nonfinite: Whether a step with non-finite gradients is skipped even
                 where the LossScale would let it pass, as a fixed one does. False
                 applies them, as the later originals did. With a manager such a step
@@ -68,280 +102,103 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
         Raises:
             SettingError: If either argument is of another kind (a ValueError).
         """
-        classic.LossScaleOptimizer.__init__(
-            self, opt, loss_scale_manager, skip_nonfinite=skip_nonfinite
-        )
-        self._count_skipped_steps = checks.switch(
-            "count_skipped_steps", count_skipped_steps
-        )
-        tf.compat.v1.train.Optimizer.__init__(
-            self, use_locking=False, name=inner.name(opt)
-        )
-        # The names under which MixedPrecisionLossScaleOptimizer saved them.
-        for name, child in (("base_optimizer", opt), ("loss_scale", self._loss_scale)):
-            if isinstance(child, tf.__internal__.tracking.Trackable):
-                self._track_trackable(child, name)
-
-    @property
-    def inner_optimizer(self) -> Any:
-        """The optimizer inside."""
-        return self._optimizer
-
-    @property
-    def iterations(self) -> Any:
-        """The step counter of a Keras optimizer; TensorFlow 1's have none."""
-        return self._optimizer.iterations
-
-    @iterations.setter
-    def iterations(self, value: Any) -> None:
-        self._optimizer.iterations = value
-
-    @property
-    def learning_rate(self) -> Any:
-        """The learning rate of a Keras optimizer; TensorFlow 1's keep theirs."""
-        return self._optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        if not inner.is_keras(self._optimizer):
+        checks.switch("count_skipped_steps", count_skipped_steps)
+        if loss_scale is not None and loss_scale_manager is not None:
             message = (
-                f"The learning rate of {inner.name(self._optimizer)} cannot be set: "
-                "optimizers of TensorFlow 1 take a tensor or variable for it when "
-                "they are made."
-            )
-            raise AttributeError(message)
-        self._optimizer.learning_rate = value
-
-    def get_scaled_loss(self, loss: Any) -> Any:
-        """Return a loss, a tensor or a callable, times the scale, in float32.
-
-        With `get_unscaled_gradients` and `apply_gradients` it makes a training loop
-        around a tape of one's own, as in tf.keras.
-        """
-        return self._scaled(loss, self._current())
-
-    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
-        """Return gradients of a scaled loss divided by the scale; float16 widened."""
-        return self._binding.unscale(list(grads), self._current())
-
-    def compute_gradients(
-        self,
-        loss: Any,
-        var_list: Any = None,
-        *arguments: Any,
-        tape: Any = None,
-        **keywords: Any,
-    ) -> list[tuple[Any, Any]]:
-        """Return unscaled gradients, in the dtype of their variables, with these.
-
-        Args:
-            loss: The loss, or a callable that returns it. Eagerly a callable, unless
-                there is a tape.
-            var_list: The variables.
-            *arguments: Anything else that an optimizer of TensorFlow 1 takes.
-            tape: The `tf.GradientTape` that recorded a loss given as a tensor.
-            **keywords: Anything else that an optimizer of TensorFlow 1 takes.
-        """
-        if keywords.get("grad_loss") is not None:
-            # As wide as the scaled loss.
-            given = leaves.checked("grad_loss", "", keywords["grad_loss"])
-            keywords["grad_loss"] = leaves.widened(given)
-        if tape is None and not inner.is_keras(self._optimizer):
-            pairs = super().compute_gradients(loss, var_list, *arguments, **keywords)
-        else:
-            pairs = self._gradients_by_tape(
-                loss, var_list, tape, *arguments, **keywords
-            )
-        return [(_cast(_check(grad, var), var), var) for grad, var in pairs]
-
-    def _gradients_by_tape(
-        self,
-        loss: Any,
-        var_list: Any,
-        tape: Any,
-        *arguments: Any,
-        grad_loss: Any = None,
-        **keywords: Any,
-    ) -> list[tuple[Any, Any]]:
-        """Compute gradients for an optimizer that has no method for it."""
-        if tape is None and not callable(loss):
-            message = (
-                "loss must be a callable, or come with the tape that recorded it: "
-                "minimize(loss, var_list=variables, tape=tape)."
+                f"loss_scale_manager={loss_scale_manager!r} and "
+                f"loss_scale={loss_scale!r} were both given; pass one of them."
             )
             raise SettingError(message)
-        if arguments or keywords:
-            message = (
-                f"{[*arguments, *keywords]} are arguments for optimizers of TensorFlow "
-                "1. With a Keras optimizer, or a tape, there are loss, var_list, tape "
-                "and grad_loss."
-            )
-            raise SettingTypeError(message)
-        scale = self._current()
+        scale = loss_scale_manager if loss_scale is None else loss_scale
+        super().__init__(opt, scale, skip_nonfinite=skip_nonfinite)
+        self._count_skipped_steps = count_skipped_steps
+        if isinstance(self._loss_scale, tf.__internal__.tracking.Trackable):
+            self._track_trackable(self._loss_scale, "loss_scale")
 
-        def scaled_loss() -> Any:
-            value = loss() if callable(loss) else loss
-            return self._binding.scale_loss(value, scale)
-
-        pairs = inner.gradients(scaled_loss, var_list, tape, grad_loss)
-        unscaled = self._binding.unscale([gradient for gradient, _ in pairs], scale)
-        variables = [variable for _, variable in pairs]
-        return list(zip(unscaled, variables, strict=True))
-
-    def apply_gradients(
-        self, grads_and_vars: Iterable[Any], *arguments: Any, **keywords: Any
-    ) -> Any:
-        """Apply unscaled gradients if they are finite, then update the loss scale.
-
-        On a skipped step the wrapped optimizer is not called at all: weights, slots
-        and step counters stay as they are. If it raises, the scale does not move;
-        what it had written by then stays. A step is also skipped for a finite gradient
-        that is too large for the optimizer's state; the scale and its counters then
-        stay, because no lower scale would help. Under a strategy this is called in
-        replica context, inside `strategy.run`.
-
-        Args:
-            grads_and_vars: Pairs of gradient and variable; an iterator will do.
-                Pairs whose gradient is `None` are left out.
-            *arguments: Anything else that the wrapped optimizer takes, such as
-                `global_step`.
-            **keywords: The same, by name.
-
-        Returns:
-            `None` eagerly, an op in a graph.
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments as plain values, in the format of tf.keras 2.3.
 
         Raises:
-            ContextError: If called in cross-replica context (a ValueError).
-            GradientError: If a gradient is not floating-point (a TypeError).
-            StructureError: If no variable has a gradient, or a gradient has another
-                shape than its variable (a ValueError).
+            SettingTypeError: If the optimizer is none of tf_keras, or if the scale is
+                a manager: these have no config.
         """
-        replicas.check_replica_context("apply_gradients")
-        pairs = [(_check(grad, var), var) for grad, var in grads_and_vars]
-        variables = [variable for _, variable in pairs]
-        if all(gradient is None for gradient, _ in pairs):
-            names = [getattr(variable, "name", variable) for variable in variables]
+        library = _tf_keras_of(self._optimizer)
+        if library is None:
             message = (
-                f"There is no gradient for any of the variables {names}. Check that "
-                "the loss depends on them, and that it was computed inside the tape."
+                f"A {type(self._optimizer).__name__} has no config that tf_keras reads."
+                " Wrap an optimizer of tf_keras.optimizers, or make this one again."
             )
-            raise StructureError(message)
-        inner.build(self._optimizer, variables)
-        return super().apply_gradients(pairs, *arguments, **keywords)
+            raise SettingTypeError(message)
+        if isinstance(self._loss_scale, classic.LossScaleManager):
+            message = (
+                f"A {type(self._loss_scale).__name__} has no config. Use a LossScale, "
+                "such as DynamicLossScale()."
+            )
+            raise SettingTypeError(message)
+        config = {
+            "optimizer": library.optimizers.serialize(self._optimizer),
+            "loss_scale": {
+                "class_name": type(self._loss_scale).__name__,
+                "config": self._loss_scale.get_config(),
+            },
+        }
+        options = {"skip_nonfinite": True, "count_skipped_steps": False}
+        given = {name: getattr(self, f"_{name}") for name in options}
+        return config | {
+            name: value for name, value in given.items() if value != options[name]
+        }
 
-    def minimize(
-        self,
-        loss: Any,
-        global_step: Any = None,
-        var_list: Any = None,
-        *,
-        name: str | None = None,
-        **keywords: Any,
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute gradients, then apply them.
+        """Return the optimizer of a config; the config is left as it is.
 
         Args:
-            loss: As for `compute_gradients`.
-            global_step: Handed to the wrapped optimizer's `apply_gradients`. The
-                variables may stand here too, as in Keras's method.
-            var_list: As for `compute_gradients`.
-            name: Handed to the wrapped optimizer's `apply_gradients`.
-            **keywords: As for `compute_gradients`.
+            config: What `get_config` returned, here or in tf.keras 1.15 to 2.3.
+            custom_objects: Classes of your own, by name.
+
+        Raises:
+            SettingError: If a class of the config is not known.
         """
-        is_step = isinstance(global_step, tf.Variable)
-        if var_list is None and global_step is not None and not is_step:
-            global_step, var_list = None, global_step
-        return super().minimize(loss, global_step, var_list, name=name, **keywords)
+        import tf_keras  # noqa: PLC0415  # the config is one of its
 
-    def variables(self) -> list[Any]:
-        """Return the variables of the wrapped optimizer and of the loss scale."""
-        return inner.variables(self._optimizer) + inner.variables(self._loss_scale)
+        options = dict(config)
+        own = dict(custom_objects or {})
+        optimizer = options.pop("optimizer")
+        if isinstance(optimizer, Mapping):
+            optimizer = tf_keras.optimizers.deserialize(
+                dict(optimizer), own, use_legacy_format="module" not in optimizer
+            )
+        scale = _scale_from_config(options.pop("loss_scale"), own)
+        return cls(optimizer, scale, **options)
 
-    def get_slot(self, var: Any, name: str) -> Any:
-        """Return a slot variable of the wrapped optimizer."""
-        return self._optimizer.get_slot(var, name)
-
-    def get_slot_names(self) -> list[str]:
-        """Return the names of the wrapped optimizer's slots."""
-        return list(self._optimizer.get_slot_names())
-
-    def __dir__(self) -> list[str]:
-        """List the attributes, except for `get_slot_names`.
-
-        Checkpoints ask for it by `dir`. The slots belong to the wrapped optimizer and
-        are saved with it; offered twice, they cannot be saved at all.
-        """
-        return [name for name in super().__dir__() if name != "get_slot_names"]
-
-    def _trackable_children(
-        self, save_type: str = "checkpoint", **keywords: Any
-    ) -> dict[str, Any]:
-        """Return what is saved with this optimizer.
-
-        TensorFlow cannot load a SavedModel with the slots of an optimizer of
-        TensorFlow 1. There they go as plain variables, which a step can use as well.
-        """
-        children: dict[str, Any] = super()._trackable_children(save_type, **keywords)
-        if save_type == "savedmodel" and not inner.is_keras(self._optimizer):
-            children.pop("base_optimizer", None)
-            for index, variable in enumerate(inner.variables(self._optimizer)):
-                children[f"optimizer_variable_{index}"] = variable
-        return children
+    def _adopt(self, opt: Any) -> None:
+        self._attach(opt)  # of the base that was chosen
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse what would be set in vain: settings of the wrapped optimizer."""
+        """Set a setting on the wrapped optimizer; refuse what would be set in vain."""
         wrapped = self.__dict__.get("_optimizer")
-        own = name.startswith("_") or hasattr(type(self), name)
-        if not own and hasattr(wrapped, name):
+        if name.startswith("_") or hasattr(type(self), name) or wrapped is None:
+            super().__setattr__(name, value)
+        elif _passes(wrapped, name):
+            setattr(wrapped, _spelt(name), value)
+        elif hasattr(wrapped, name):
             message = (
                 f"{name} belongs to the optimizer inside; set it there: "
                 f"optimizer.inner_optimizer.{name} = ..."
             )
             raise AttributeError(message)
-        super().__setattr__(name, value)
+        else:
+            super().__setattr__(name, value)
 
-    def _check_optimizer(self, opt: Any) -> None:
-        inner.check(opt)
-
-    def _can_be_applied(self, gradients: list[Any], variables: list[Any]) -> Array:
-        """Return whether the gradients are finite, and stay so when applied.
-
-        Replicas and micro-batches are added up; moments and norms are squares.
-        """
-        replica_count = tf.distribute.get_strategy().num_replicas_in_sync
-        addends = replica_count * headroom.accumulated(self._optimizer)
-
-        def is_within(gradient: Any, dtype: str, elements: int) -> Array:
-            largest = headroom.largest_gradient(
-                self._optimizer, dtype, dtype, elements=elements, addends=addends
-            )
-            return leaves.is_within(gradient, largest, dtype, addends)
-
-        def are_within(gradients: list[Any], variables: list[Any]) -> Array:
-            elements = sum(map(_size, variables))
-            return verbs.all_true(
-                is_within(gradient, _dtype_of(variable, gradient), elements)
-                for gradient, variable in zip(gradients, variables, strict=True)
-            )
-
-        return replicas.in_all(are_within, gradients, variables)
-
-    def _are_finite(self, gradients: list[Any]) -> Array:
-        def are_finite(own: list[Any]) -> Array:
-            return verbs.all_true(map(leaves.has_finite_values, own))
-
-        return replicas.in_all(are_finite, gradients)
-
-    def _prepare(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """Return gradients in the dtypes of their variables."""
-        return [(_cast(gradient, variable), variable) for gradient, variable in pairs]
-
-    def _skip(self, global_step: Any = None, *_: Any, **__: Any) -> Any:
-        if not self._count_skipped_steps:
-            return None
-        if inner.is_keras(self._optimizer):
-            return inner.advance(self._optimizer.iterations)
-        return None if global_step is None else inner.advance(global_step)
+    def __getattr__(self, name: str) -> Any:
+        """Return a setting of the wrapped optimizer."""
+        wrapped = self.__dict__.get("_optimizer")
+        if wrapped is not None and _passes(wrapped, name):
+            return getattr(wrapped, _spelt(name))
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(message)
 
 
 class MixedPrecisionLossScaleOptimizer(LossScaleOptimizer):
@@ -379,43 +236,163 @@ class MixedPrecisionLossScaleOptimizer(LossScaleOptimizer):
         super().__init__(opt, loss_scale, **options)
 
 
-@unconverted
-def _check(gradient: Any, variable: Any) -> Any:
-    """Return a gradient as a tensor, or raise if it is none of its variable."""
-    if gradient is None:
-        return None
-    name = getattr(variable, "name", "")
-    checked = leaves.checked("gradient", name, gradient)
-    if getattr(variable, "dtype", None) is None:
-        return checked
-    shape, wanted = leaves.values(checked).shape, tf.TensorShape(variable.shape)
-    if isinstance(checked, tf.IndexedSlices):
-        shape, wanted = shape[1:], wanted[1:]
-    if not shape.is_compatible_with(wanted):
-        message = (
-            f"The gradient of {name} has the shape {shape}, and its variable {wanted}."
+class _InTensorFlow(tf.compat.v1.train.Optimizer):
+    """The class of a wrapper whose optimizer is none of tf_keras."""
+
+    _optimizer: Any
+    _loss_scale: Any
+
+    def _attach(self, opt: Any) -> None:
+        tf.compat.v1.train.Optimizer.__init__(
+            self, use_locking=False, name=inner.name(opt)
         )
-        raise StructureError(message)
-    return checked
+        self._optimizer = opt
+        inner.mark(opt)
+        # The name under which MixedPrecisionLossScaleOptimizer saved it.
+        if isinstance(opt, tf.__internal__.tracking.Trackable):
+            self._track_trackable(opt, "base_optimizer")
+
+    @property
+    def iterations(self) -> Any:
+        """The step counter of a Keras optimizer; TensorFlow 1's have none."""
+        return self._optimizer.iterations
+
+    @iterations.setter
+    def iterations(self, value: Any) -> None:
+        self._optimizer.iterations = value
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate of a Keras optimizer; TensorFlow 1's keep theirs."""
+        return self._optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        if not inner.is_keras(self._optimizer):
+            message = (
+                f"The learning rate of {inner.name(self._optimizer)} cannot be set: "
+                "optimizers of TensorFlow 1 take a tensor or variable for it when "
+                "they are made."
+            )
+            raise AttributeError(message)
+        self._optimizer.learning_rate = value
+
+    def variables(self) -> list[Any]:
+        """Return the variables of the wrapped optimizer and of the loss scale."""
+        return inner.variables(self._optimizer) + inner.variables(self._loss_scale)
+
+    def get_slot(self, var: Any, name: str) -> Any:
+        """Return a slot variable of the wrapped optimizer."""
+        return self._optimizer.get_slot(var, name)
+
+    def get_slot_names(self) -> list[str]:
+        """Return the names of the wrapped optimizer's slots."""
+        return list(self._optimizer.get_slot_names())
+
+    def __repr__(self) -> str:
+        """Return the class; Keras 3 writes it when its `compile` refuses the object."""
+        name = f"{type(self).__module__}.{type(self).__name__}"
+        text = f"{name} around a {type(self._optimizer).__name__}"
+        if _is_keras_3(self._optimizer):
+            text += "; with compile() of Keras 3 use lossscale.keras.LossScaleOptimizer"
+        return f"<{text}>"
+
+    def __dir__(self) -> list[str]:
+        """List the attributes, except for `get_slot_names`.
+
+        Checkpoints ask for it by `dir`. The slots belong to the wrapped optimizer and
+        are saved with it; offered twice, they cannot be saved at all.
+        """
+        return [name for name in super().__dir__() if name != "get_slot_names"]
+
+    def _trackable_children(
+        self, save_type: str = "checkpoint", **keywords: Any
+    ) -> dict[str, Any]:
+        """Return what is saved with this optimizer.
+
+        TensorFlow cannot load a SavedModel with the slots of an optimizer of
+        TensorFlow 1. There they go as plain variables, which a step can use as well.
+        """
+        children: dict[str, Any] = super()._trackable_children(save_type, **keywords)
+        if save_type == "savedmodel" and not inner.is_keras(self._optimizer):
+            children.pop("base_optimizer", None)
+            for index, variable in enumerate(inner.variables(self._optimizer)):
+                children[f"optimizer_variable_{index}"] = variable
+        return children
 
 
-def _cast(gradient: Any, variable: Any) -> Any:
-    """Return a gradient in the dtype of its variable.
-
-    Gradients are unscaled in float32; a float16 variable takes float16 ones.
-    """
-    if gradient is None:
+def _tf_keras_of(opt: Any) -> Any:
+    """Return the module tf_keras if an optimizer is one of its, else `None`."""
+    tf_keras = sys.modules.get("tf_keras")  # imported by whoever made the optimizer
+    if tf_keras is None:
         return None
-    return leaves.cast(gradient, tf.as_dtype(_dtype_of(variable, gradient)))
+    kinds = tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer
+    return tf_keras if isinstance(opt, kinds) else None
 
 
-def _dtype_of(variable: Any, gradient: Any) -> str:
-    """Return the name of a variable's dtype; its gradient's where it has none."""
-    dtype = getattr(variable, "dtype", None) or leaves.values(gradient).dtype
-    return str(tf.as_dtype(dtype).base_dtype.name)
+def _is_keras_3(opt: Any) -> bool:
+    names = {each.__module__.partition(".")[0] for each in type(opt).__mro__}
+    return "keras" in names
 
 
-def _size(variable: Any) -> int:
-    """Return how many numbers a variable holds; 1 where that is not known."""
-    shape = tf.TensorShape(getattr(variable, "shape", ()))
-    return shape.num_elements() or 1
+def _base_for(opt: Any) -> type:
+    """Return the class that a wrapper is besides a `LossScaleOptimizer`."""
+    if _tf_keras_of(opt) is None:
+        return _InTensorFlow
+    from lossscale.tensorflow import tf_keras  # noqa: PLC0415  # imports the library
+
+    return tf_keras.base_for(opt)
+
+
+_derived: dict[tuple[type, type], type] = {}
+
+
+def _derive(cls: type, base: type) -> type:
+    """Return a wrapper class with a base, under its own name; the same each time."""
+    if issubclass(cls, base):
+        return cls
+    if (cls, base) not in _derived:
+        _derived[cls, base] = _make(cls, base)
+    return _derived[cls, base]
+
+
+def _make(cls: type, base: type) -> type:
+    names = ("__module__", "__qualname__", "__doc__")
+    derived = type(base)(
+        cls.__name__, (cls, base), {name: getattr(cls, name) for name in names}
+    )
+    if cls is LossScaleOptimizer and base is not _InTensorFlow:
+        from lossscale.tensorflow import tf_keras  # noqa: PLC0415  # imports the library
+
+        tf_keras.register(derived)
+    return derived
+
+
+def _passes(wrapped: Any, name: str) -> bool:
+    """Whether a setting of an optimizer is read and set through its wrapper."""
+    if name in getattr(wrapped, "_hyper", ()):
+        return True
+    if not inner.is_keras(wrapped) or name not in _SETTINGS:
+        return False
+    return name == "lr" or hasattr(wrapped, name)
+
+
+def _spelt(name: str) -> str:
+    """Return the name of a setting in the wrapped optimizer: `lr` is an old one."""
+    return "learning_rate" if name == "lr" else name
+
+
+def _scale_from_config(config: Any, custom_objects: Mapping[str, Any]) -> Any:
+    """Return the loss scale of a config."""
+    if not isinstance(config, Mapping):
+        return config
+    name = config["class_name"]
+    known = {"FixedLossScale": FixedLossScale, "DynamicLossScale": DynamicLossScale}
+    found = custom_objects.get(name, known.get(name))
+    if found is None:
+        message = (
+            f"The config has a loss scale of the class {name}, which is not known. "
+            f"Pass custom_objects={{{name!r}: ...}}."
+        )
+        raise SettingError(message)
+    return found.from_config(config["config"])

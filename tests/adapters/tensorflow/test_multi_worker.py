@@ -83,4 +83,4 @@ def test_an_update_across_replicas_hears_all_workers(seen):
 
 def test_a_sum_over_workers_that_would_overflow_is_skipped(seen):
     for worker in seen:
-        assert [1.0, 4.0] == worker["sum"]
+        assert [1.0, 8.0] == worker["sum"]

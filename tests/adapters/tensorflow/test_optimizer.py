@@ -560,12 +560,83 @@ def test_44_the_loss_scale_cannot_be_none_and_nothing_else_either():
         ls.MixedPrecisionLossScaleOptimizer(keras.optimizers.SGD(), 8)
 
 
-def test_a_wrapper_may_be_wrapped_as_the_original_could():
-    weight = tf.Variable(5.0)
+@kinds
+def test_what_scales_its_loss_already_is_refused(kind):
+    """The scale inside would never hear of the steps that the one outside skips."""
+    inner = ls.LossScaleOptimizer(OPTIMIZERS[kind](1.0), 4)
+    with pytest.raises(SettingError, match="scales its loss already"):
+        ls.LossScaleOptimizer(inner, 8)
+
+
+def test_the_wrapper_of_tensorflow_is_refused():
     descent = v1.train.GradientDescentOptimizer(1.0)
-    both = ls.LossScaleOptimizer(ls.LossScaleOptimizer(descent, 4), 8)
-    both.minimize(lambda: 3.0 * weight, var_list=[weight])
-    assert 2.0 == float(weight)
+    original = v1.mixed_precision.MixedPrecisionLossScaleOptimizer(descent, 4)
+    with pytest.raises(SettingError, match="scales its loss already"):
+        ls.MixedPrecisionLossScaleOptimizer(original, 8)
+
+
+@kinds
+def test_an_optimizer_is_not_wrapped_twice(kind):
+    optimizer = OPTIMIZERS[kind](1.0)
+    ls.LossScaleOptimizer(optimizer, 4)
+    with pytest.raises(SettingError, match="already wrapped"):
+        ls.LossScaleOptimizer(optimizer, 8)
+
+
+@kinds
+def test_an_optimizer_whose_scale_was_refused_can_still_be_wrapped(kind):
+    optimizer = OPTIMIZERS[kind](1.0)
+    with pytest.raises(SettingError, match="A loss scale is"):
+        ls.LossScaleOptimizer(optimizer, "Dynamic")
+    with pytest.raises(TypeError, match="count_skipped_steps"):
+        ls.LossScaleOptimizer(optimizer, 8, count_skipped_steps=1)
+    assert 8.0 == float(ls.LossScaleOptimizer(optimizer, 8).loss_scale())
+
+
+@pytest.mark.parametrize("kind", ["keras 3", "tf_keras", "tf_keras legacy"])
+def test_an_optimizer_with_one_inside_that_scales_nothing_is_wrapped(kind):
+    class Outer(OPTIMIZERS[kind]):
+        def __init__(self, rate):
+            super().__init__(rate)
+            self.inner_optimizer = OPTIMIZERS[kind](rate)
+
+    weight = variable(kind, 5.0)
+    optimizer = ls.LossScaleOptimizer(Outer(1.0), 8)
+    optimizer.minimize(lambda: 3.0 * weight, var_list=[weight])
+    assert 2.0 == value(weight)
+
+
+@kinds
+@pytest.mark.parametrize("forgotten", ["get_unscaled_gradients", "get_scaled_loss"])
+def test_a_call_that_was_forgotten_is_named(kind, forgotten):
+    weight = variable(kind, 1.0)
+    optimizer = ls.LossScaleOptimizer(OPTIMIZERS[kind](1.0), 8)
+    if forgotten == "get_scaled_loss":
+        optimizer.get_unscaled_gradients([tf.constant(1.0)])
+    else:
+        optimizer.get_scaled_loss(tf.constant(1.0))
+    with pytest.warns(UserWarning, match=rf"without {forgotten}\(\)") as record:
+        optimizer.apply_gradients([(tf.constant(1.0), weight)])
+    assert __file__ == record[0].filename
+
+
+@kinds
+def test_a_loop_that_scales_and_unscales_is_not_warned(kind):
+    weight = variable(kind, 1.0)
+    optimizer = ls.LossScaleOptimizer(OPTIMIZERS[kind](1.0), 8)
+    optimizer.apply_gradients([(tf.constant(0.5), weight)])  # by one's own means
+    with tf.GradientTape() as tape:
+        loss = optimizer.get_scaled_loss(tf.convert_to_tensor(weight) * 0.5)
+    gradients = tape.gradient(loss, [value_of(weight)])
+    unscaled = optimizer.get_unscaled_gradients(gradients)
+    optimizer.apply_gradients([(unscaled[0], weight)])
+    optimizer.minimize(lambda: 0.5 * weight, var_list=[weight])
+    assert -0.5 == value(weight)
+
+
+def value_of(weight):
+    """Return the `tf.Variable` of a variable."""
+    return weight.value if isinstance(weight, keras.Variable) else weight
 
 
 def test_gradients_that_are_none_are_named():
@@ -626,23 +697,28 @@ def test_a_gradient_of_another_shape_changes_nothing(kind):
     assert ([1.0, 1.0], 8.0) == (value(first), float(optimizer.loss_scale()))
 
 
-def test_66_an_optimizer_that_changes_gradients_after_the_check_is_refused():
-    def poison(pairs):
-        return [(gradient * np.nan, weight) for gradient, weight in pairs]
+def test_an_optimizer_that_changes_gradients_after_the_check_is_refused():
+    descent = tf_keras.optimizers.legacy.SGD(1.0, gradient_transformers=[list])
+    with pytest.raises(SettingError, match="after they were found finite"):
+        ls.LossScaleOptimizer(descent, 8)
 
-    legacy = tf_keras.optimizers.legacy.SGD
-    for option in (
-        {"gradient_transformers": [poison]},
-        {"gradient_aggregator": poison},
-    ):
-        with pytest.raises(SettingError, match="after they were found finite"):
-            ls.LossScaleOptimizer(legacy(1.0, **option), 8)
-    ls.LossScaleOptimizer(legacy(1.0), 8)
+
+@pytest.mark.parametrize("factor", [np.nan, 0.5])
+def test_66_what_an_aggregator_returns_is_checked_and_applied_as_it_is(factor):
+    def aggregate(pairs):
+        return [(gradient * factor, weight) for gradient, weight in pairs]
+
+    weight = tf.Variable(1.0)
+    descent = tf_keras.optimizers.legacy.SGD(1.0, gradient_aggregator=aggregate)
+    optimizer = ls.LossScaleOptimizer(descent, ls.DynamicLossScale(2.0))
+    optimizer.minimize(lambda: weight * 1.0, [weight])
+    expected = (1.0, 1.0) if np.isnan(factor) else (0.5, 2.0)
+    assert expected == (float(weight), float(optimizer.loss_scale()))
 
 
 def test_67_68_settings_are_not_set_in_vain_and_iterations_can_be_set():
     optimizer = ls.LossScaleOptimizer(tf_keras.optimizers.SGD(1.0), 8)
-    for name in ("lr", "clipnorm", "momentum"):
+    for name in ("nesterov", "momentum"):
         with pytest.raises(AttributeError, match=f"inner_optimizer.{name}"):
             setattr(optimizer, name, 0.5)
     optimizer.iterations = tf.Variable(7, dtype=tf.int64)

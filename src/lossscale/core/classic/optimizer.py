@@ -67,17 +67,11 @@ class LossScaleOptimizer:
             SettingError: If either argument is of another kind (a ValueError).
         """
         self._check_optimizer(opt)
-        self._optimizer = opt
-        self._skip_nonfinite = checks.switch("skip_nonfinite", skip_nonfinite)
-        self._loss_scale: LossScaleManager | LossScale
-        if isinstance(loss_scale_manager, LossScaleManager):
-            self._loss_scale = loss_scale_manager
-            return
-        found = get(loss_scale_manager, self._fixed_class, self._dynamic_class)
-        if found is None:
-            message = 'loss_scale cannot be None; pass a number or "dynamic".'
-            raise SettingError(message)
-        self._loss_scale = found
+        scale = self._find_scale(loss_scale_manager)
+        checks.switch("skip_nonfinite", skip_nonfinite)
+        self._adopt(opt)
+        self._skip_nonfinite = skip_nonfinite
+        self._loss_scale = scale
 
     @property
     def loss_scale(self) -> LossScaleManager | LossScale:
@@ -171,8 +165,28 @@ class LossScaleOptimizer:
             pairs, **{key: value for key, value in given.items() if value is not None}
         )
 
+    def _find_scale(self, given: Any) -> LossScaleManager | LossScale:
+        """Return the scale that was given, or that a number or "dynamic" means."""
+        if isinstance(given, LossScaleManager):
+            return given
+        found = get(given, self._fixed_class, self._dynamic_class)
+        if found is None:
+            message = 'loss_scale cannot be None; pass a number or "dynamic".'
+            raise SettingError(message)
+        return found
+
+    def _adopt(self, opt: Any) -> None:
+        """Keep the optimizer, after every argument was checked."""
+        self._optimizer = opt
+
     def _check_optimizer(self, opt: Any) -> None:
         """Raise if this is nothing that can be wrapped."""
+        if isinstance(opt, LossScaleOptimizer):
+            message = (
+                f"opt is a {type(opt).__name__}, which scales its loss already. Wrap "
+                "the optimizer inside it."
+            )
+            raise SettingError(message)
         for method in ("compute_gradients", "apply_gradients"):
             if not callable(getattr(opt, method, None)):
                 message = (
