@@ -88,7 +88,8 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         chosen = settings.make_policy(policy, initial_scale, dynamic_growth_steps)
         interval = getattr(chosen, "growth_interval", dynamic_growth_steps)
         scale = float(chosen.init().scale)
-        super().__init__(inner_optimizer, scale, interval, name)
+        # By name: before Keras 3.12 it is one of the keywords.
+        super().__init__(inner_optimizer, scale, interval, name=name)
         self.policy = chosen
         self._policy_was_given = policy is not None
         self._loop = Loop()
@@ -203,7 +204,8 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         Before the first step the averages are zeros: if every step was skipped, the
         weights stay.
         """
-        if int(ops.convert_to_numpy(read(self.iterations))) > 0:
+        # With micro-batches it is no variable, but a number computed from one.
+        if int(ops.convert_to_numpy(self.iterations)) > 0:
             super().finalize_variable_values(var_list)
 
     def check_finite(self, grads: Sequence[Any]) -> Array:

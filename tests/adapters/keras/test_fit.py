@@ -251,6 +251,18 @@ def test_a_bad_micro_batch_is_replaced_by_the_next():
     assert 1 == steps.iterations()
 
 
+@pytest.mark.parametrize("use_ema", [False, True])
+def test_fit_ends_with_accumulated_micro_batches(use_ema):
+    inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2, use_ema=use_ema)
+    optimizer = LossScaleOptimizer(inner, 8.0)
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((1,)), layer])
+    model.compile(optimizer, loss=lambda y, x: x)
+    model.fit(np.ones((4, 1)), np.ones((4, 1)), batch_size=1, epochs=1, verbose=0)
+    assert 2 == int(numpy(optimizer.iterations))
+    assert use_ema or [[-2.0]] == numpy(layer.kernel).tolist()
+
+
 @pytest.mark.skipif(
     not hasattr(keras.optimizers, "MultiOptimizer"),
     reason="this version of Keras has no MultiOptimizer",
