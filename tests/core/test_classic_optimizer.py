@@ -7,6 +7,8 @@ import pytest
 from helpers.traces import read
 
 import lossscale.numpy as ls
+from lossscale import Signal
+from lossscale.core.errors import GradientError, SettingError, SettingTypeError
 
 
 class Descent:
@@ -311,3 +313,76 @@ def test_a_large_gradient_beside_an_infinite_one_is_an_overflow():
 def test_wrong_arguments_are_refused(inner, loss_scale, message):
     with pytest.raises(ValueError, match=message):
         ls.LossScaleOptimizer(inner, loss_scale)
+
+
+@pytest.mark.parametrize("flag", [math.inf, -math.inf, np.float32(np.inf), math.nan])
+def test_a_flag_that_is_no_number_is_refused(flag):
+    manager = ls.ExponentialUpdateLossScaleManager(8.0, 2)
+    with pytest.raises(GradientError, match="finite_grads must be one boolean"):
+        manager.update_loss_scale(flag)
+    assert 8.0 == manager.get_loss_scale()
+
+
+@pytest.mark.parametrize("flag", [[True], (True,), np.array([True])])
+def test_a_flag_in_a_sequence_of_one_is_that_flag(flag):
+    manager = ls.ExponentialUpdateLossScaleManager(8.0, 1)
+    manager.update_loss_scale(flag)
+    assert 16.0 == manager.get_loss_scale()
+
+
+def test_a_signal_is_no_flag():
+    manager = ls.ExponentialUpdateLossScaleManager(8.0, 2)
+    with pytest.raises(GradientError, match="finite_grads must be one boolean"):
+        manager.update_loss_scale(Signal(finite=True))
+
+
+def custom(value=8.0, answer=(None, True)):
+    """Return a loss scale of a user's, with what its two methods return."""
+
+    class Own(ls.LossScale):
+        def __call__(self):
+            return value
+
+        def update(self, grads):
+            del grads
+            return answer
+
+        def get_config(self):
+            return {}
+
+    return Own()
+
+
+@pytest.mark.parametrize("value", [8.0, 8, np.float64(8.0), np.array(8.0)])
+def test_a_custom_scale_may_return_a_number_of_any_kind(value):
+    variable = weight(4.0)
+    optimizer = ls.LossScaleOptimizer(Descent(), custom(value))
+    ((gradient, _),) = optimizer.compute_gradients(lambda: 4.0 * variable, [variable])
+    assert (4.0, np.float32) == (gradient[0], gradient.dtype)
+
+
+@pytest.mark.parametrize("value", [None, "8", [8.0, 8.0]])
+def test_a_custom_scale_that_is_no_number_is_named(value):
+    variable = weight(4.0)
+    optimizer = ls.LossScaleOptimizer(Descent(), custom(value))
+    with pytest.raises(SettingTypeError, match=r"Own\.__call__\(\) returned"):
+        optimizer.minimize(lambda: 4.0 * variable, var_list=[variable])
+
+
+@pytest.mark.parametrize("answer", [None, True, (None, True, True), (None, None)])
+def test_a_custom_update_that_answers_something_else_is_named(answer):
+    variable = weight(4.0)
+    optimizer = ls.LossScaleOptimizer(Descent(), custom(answer=answer))
+    with pytest.raises(SettingTypeError, match=r"Own\.update\(\) returned"):
+        optimizer.apply_gradients([(weight(1.0), variable)])
+    assert [4.0] == variable.tolist()
+
+
+def test_the_error_about_a_scale_names_everything_that_can_be_given():
+    with pytest.raises(SettingError, match="a manager, a LossScale, a Python number"):
+        ls.LossScaleOptimizer(Descent(), {})
+
+
+def test_a_wrapper_is_not_wrapped():
+    with pytest.raises(SettingError, match="scales its loss already"):
+        ls.LossScaleOptimizer(ls.LossScaleOptimizer(Descent(), 4), 8)

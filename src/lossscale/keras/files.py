@@ -37,7 +37,15 @@ class Files(keras.optimizers.LossScaleOptimizer):
         Raises:
             SettingTypeError: If the policy is of a class that Keras cannot write.
         """
-        config: dict[str, Any] = super().get_config()
+        # Not Keras's own: before 3.12 it has settings that the class does not take.
+        config: dict[str, Any] = {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(
+                self.inner_optimizer
+            ),
+            "initial_scale": self.initial_scale,
+            "dynamic_growth_steps": self.dynamic_growth_steps,
+        }
         if self._policy_was_given:
             config["policy"] = settings.policy_to_config(self.policy)
         return config

@@ -10,6 +10,7 @@ import numpy as np
 
 from lossscale.core import classic, trees
 from lossscale.core.classic import LossScale
+from lossscale.core.classic.arguments import real_number
 from lossscale.core.policies import Policy
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.numpy import verbs
@@ -52,6 +53,9 @@ class _Binding(classic.EagerBinding):
 
     def constant(self, value: float) -> Array:
         return np.float32(value)
+
+    def as_scale(self, value: Any) -> Array:
+        return np.float32(real_number("The loss scale", value))
 
     def flag(self, finite: Any) -> np.bool_:
         return verbs.flag(finite)

@@ -208,11 +208,12 @@ def _flags(finite: Any) -> npt.NDArray[np.bool_]:
     """Return flags as booleans, of one scale or of a vector; anything else is an error.
 
     A step that is taken for finite by mistake is applied, so nothing is guessed: NaN,
-    None, text and a whole `Signal` have a truth value in Python, and no meaning here.
+    infinity, None, text and a whole `Signal` have a truth value in Python, and no
+    meaning here.
     """
-    refused = isinstance(finite, (tuple, np.ma.MaskedArray))
+    refused = isinstance(finite, (Signal, np.ma.MaskedArray))
     array = np.asarray(None if refused else finite)
-    if array.dtype.kind not in "biuf" or np.isnan(array).any():
+    if array.dtype.kind not in "biuf" or not np.isfinite(array).all():
         message = f"finite must be one boolean, got {shown(finite)}."
         raise GradientError(message)
     return array.astype(np.bool_)

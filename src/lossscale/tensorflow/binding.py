@@ -96,6 +96,10 @@ class _Binding:
     def constant(self, value: float) -> Array:
         return tf.constant(value, tf.float32)
 
+    def as_scale(self, value: Any) -> Array:
+        number = tf.cast(tf.convert_to_tensor(value), tf.float32)
+        return tf.ensure_shape(number, ())
+
     def check_context(self, method: str) -> None:
         replicas.check_cross_replica_context(method)
 

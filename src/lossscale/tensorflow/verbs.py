@@ -229,10 +229,11 @@ def _booleans(finite: Any) -> Array:
     """Return flags as a boolean tensor; what has no meaning as a flag is an error.
 
     A step that is taken for finite by mistake is applied, so nothing is guessed: NaN,
-    None, text and a whole `Signal` have a truth value in Python, and no meaning here.
+    infinity, None, text and a whole `Signal` have a truth value in Python, and no
+    meaning here.
     """
     tensor: Any = None
-    if not isinstance(finite, (tuple, str, bytes, type(None))):
+    if not isinstance(finite, (Signal, str, bytes, type(None))):
         try:
             tensor = tf.convert_to_tensor(finite)
         except (TypeError, ValueError):
@@ -240,7 +241,7 @@ def _booleans(finite: Any) -> Array:
     is_number = tensor is not None and (
         tensor.dtype.is_bool or tensor.dtype.is_integer or tensor.dtype.is_floating
     )
-    if not is_number or (not tf.is_tensor(finite) and _has_nan(tensor)):
+    if not is_number or (not tf.is_tensor(finite) and not _is_finite(tensor)):
         message = f"finite must be one boolean, got {shown(finite)}."
         raise GradientError(message)
     if tensor.dtype.is_bool:
@@ -251,10 +252,12 @@ def _booleans(finite: Any) -> Array:
     return tf.logical_and(tf.not_equal(number, 0), tf.math.is_finite(number))
 
 
-def _has_nan(constant: Array) -> bool:
-    """Whether there is a NaN in a constant, also in that of a graph."""
+def _is_finite(constant: Array) -> bool:
+    """Whether every number of a constant is finite, also of that of a graph."""
+    if not constant.dtype.is_floating:
+        return True
     values = tf.get_static_value(constant)
-    return bool((values != values).any())  # noqa: PLR0124
+    return bool((abs(values) <= constant.dtype.max).all())  # NaN is not
 
 
 def _where(condition: Array, first: Array, second: Array) -> Array:

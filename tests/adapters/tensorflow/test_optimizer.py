@@ -606,6 +606,49 @@ def test_an_optimizer_with_one_inside_that_scales_nothing_is_wrapped(kind):
     assert 2.0 == value(weight)
 
 
+@pytest.mark.parametrize("name", ["DynamicLossScale", "FixedLossScale"])
+def test_a_loss_scale_of_tensorflow_is_told_from_ours(name):
+    original = getattr(v1.mixed_precision, name)(8.0)
+    descent = v1.train.GradientDescentOptimizer(1.0)
+    with pytest.raises(SettingError, match="TensorFlow's own") as caught:
+        ls.LossScaleOptimizer(descent, original)
+    assert f"{name}.from_config(" in str(caught.value)
+    converted = getattr(ls, name).from_config(original.get_config())
+    assert 8.0 == float(ls.LossScaleOptimizer(descent, converted).loss_scale())
+
+
+@pytest.mark.parametrize("flag", [np.inf, np.nan, "yes"])
+def test_a_flag_that_is_none_names_the_argument(flag):
+    manager = ls.ExponentialUpdateLossScaleManager(8.0, 2)
+    with pytest.raises(GradientError, match="finite_grads must be one boolean"):
+        manager.update_loss_scale(flag)
+    manager.update_loss_scale((True,))
+    assert 1 == int(manager.good_steps)
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_a_custom_scale_in_float64_is_cast(mode):
+    class Own(ls.LossScale):
+        def __call__(self):
+            return tf.constant(8.0, tf.float64)
+
+        def update(self, grads):
+            del grads
+            return None, True
+
+        def get_config(self):
+            return {}
+
+    weight = tf.Variable(5.0)
+    optimizer = ls.LossScaleOptimizer(v1.train.GradientDescentOptimizer(1.0), Own())
+
+    def step():
+        optimizer.minimize(lambda: 3.0 * weight, var_list=[weight])
+
+    (tf.function(step) if mode == "function" else step)()
+    assert 2.0 == float(weight)
+
+
 @kinds
 @pytest.mark.parametrize("forgotten", ["get_unscaled_gradients", "get_scaled_loss"])
 def test_a_call_that_was_forgotten_is_named(kind, forgotten):

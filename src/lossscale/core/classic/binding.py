@@ -66,6 +66,13 @@ class Binding(Protocol):
         """Return a float32 scalar tensor."""
         ...
 
+    def as_scale(self, value: Any) -> Array:
+        """Return the scale that a user's class gave as a float32 scalar, or raise.
+
+        Raises a TypeError or ValueError for what is no number.
+        """
+        ...
+
     def flag(self, finite: Any) -> Array:
         """Return what a user passed as `finite` as a boolean scalar, or raise."""
         ...
@@ -132,6 +139,12 @@ class EagerBinding:
     """The part of a `Binding` that is the same wherever everything happens at once."""
 
     flag: Callable[[Any], Array]
+
+    def as_scale(self, value: Any) -> Array:
+        """Return the scale as it is, without waiting for a device."""
+        if value is None or isinstance(value, str):
+            raise TypeError
+        return value
 
     def check_context(self, method: str) -> None:
         """Allow everything: there are no replicas."""

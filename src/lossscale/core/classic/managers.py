@@ -5,9 +5,10 @@ from abc import ABCMeta, abstractmethod
 from typing import Any, ClassVar, Literal
 
 from lossscale.core import checks
+from lossscale.core.checks import shown
 from lossscale.core.classic.arguments import fixed_scale, real_number, whole_number
 from lossscale.core.classic.binding import Binding, Variable
-from lossscale.core.errors import SettingError
+from lossscale.core.errors import GradientError, SettingError
 from lossscale.core.policies import Dynamic
 from lossscale.core.state import Array, ScaleState, Signal
 
@@ -144,7 +145,12 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
             `None` where the update happens at once, else an op that performs it.
         """
         self._binding.check_context("update_loss_scale")
-        return self.update_from_signal(Signal(self._binding.flag(finite_grads)))
+        try:
+            flag = self._binding.flag(finite_grads)
+        except GradientError:
+            message = f"finite_grads must be one boolean, got {shown(finite_grads)}."
+            raise GradientError(message) from None
+        return self.update_from_signal(Signal(flag))
 
     def update_from_signal(self, signal: Signal) -> Any:
         """Count a step of which more is known than whether it was finite."""

@@ -7,6 +7,7 @@ from inspect import unwrap
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard
 
 from lossscale.core import checks
+from lossscale.core.checks import shown
 from lossscale.core.classic.binding import Binding
 from lossscale.core.classic.loss_scales import (
     DynamicLossScale,
@@ -19,7 +20,7 @@ from lossscale.core.classic.managers import (
     FixedLossScaleManager,
     LossScaleManager,
 )
-from lossscale.core.errors import SettingError
+from lossscale.core.errors import SettingError, SettingTypeError
 from lossscale.core.state import Array, Signal
 
 
@@ -169,7 +170,12 @@ class LossScaleOptimizer:
         """Return the scale that was given, or that a number or "dynamic" means."""
         if isinstance(given, LossScaleManager):
             return given
-        found = get(given, self._fixed_class, self._dynamic_class)
+        try:
+            found = get(given, self._fixed_class, self._dynamic_class)
+        except SettingError:
+            if isinstance(given, (int, float)):
+                raise  # a number that cannot be a scale
+            raise SettingError(_describe_scale(given)) from None
         if found is None:
             message = 'loss_scale cannot be None; pass a number or "dynamic".'
             raise SettingError(message)
@@ -219,9 +225,21 @@ class LossScaleOptimizer:
 
     def _current(self) -> Array:
         """Return the scale to use in this step."""
-        if isinstance(self._loss_scale, LossScaleManager):
-            return self._loss_scale.get_loss_scale()
-        return self._loss_scale()
+        scale = self._loss_scale
+        if isinstance(scale, LossScaleManager):
+            method, value = "get_loss_scale", scale.get_loss_scale()
+        else:
+            method, value = "__call__", scale()
+        if _is_ours(scale):
+            return value
+        try:
+            return self._binding.as_scale(value)
+        except (TypeError, ValueError):
+            message = (
+                f"{type(scale).__name__}.{method}() returned {shown(value)}, expected "
+                "a float32 scalar."
+            )
+            raise SettingTypeError(message) from None
 
     def _decide(
         self, applicable: Array, gradients: list[Any]
@@ -243,10 +261,23 @@ class LossScaleOptimizer:
         if isinstance(scale, LossScaleManager):
             return applicable, partial(self._update_custom_manager, scale, applicable)
         too_large = self._are_finite(gradients) & ~applicable
-        permitted = self._binding.unless(too_large, lambda: scale.update(gradients))
+        permitted = self._binding.unless(too_large, lambda: self._ask(scale, gradients))
         if self._skip_nonfinite:
             permitted = permitted & applicable
         return permitted, lambda _: None
+
+    def _ask(self, scale: LossScale, gradients: list[Any]) -> tuple[Any, Array]:
+        """Update a loss scale of the user's, and return its answer."""
+        answer = scale.update(gradients)
+        try:
+            operation, permitted = answer
+            return operation, self._binding.flag(permitted)
+        except (TypeError, ValueError):
+            message = (
+                f"{type(scale).__name__}.update() returned {shown(answer)}, expected "
+                "(update_op, should_apply_gradients), the second of them one boolean."
+            )
+            raise SettingTypeError(message) from None
 
     def _update_custom_manager(
         self, manager: LossScaleManager, applied: Array, too_large: Array | None
@@ -257,6 +288,24 @@ class LossScaleOptimizer:
         return self._binding.unless(
             too_large, lambda: (manager.update_loss_scale(applied), True)
         )
+
+
+def _describe_scale(given: Any) -> str:
+    """Return the error about something that is no loss scale."""
+    kind = type(given)
+    library = kind.__module__.partition(".")[0]
+    if library == "tensorflow" and kind.__name__ in (
+        "DynamicLossScale",
+        "FixedLossScale",
+    ):
+        return (
+            f"The loss scale is TensorFlow's own {kind.__name__}, expected one of "
+            f"lossscale. Convert it: {kind.__name__}.from_config(scale.get_config())."
+        )
+    return (
+        'A loss scale is a manager, a LossScale, a Python number or "dynamic"; got '
+        f"{shown(given)} ({kind.__name__})."
+    )
 
 
 _Ours: TypeAlias = (
