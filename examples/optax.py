@@ -62,7 +62,7 @@ def run(name, dtype, policy):
         batch = DIGITS.train_images[pick], DIGITS.train_labels[pick], factor
         params, opt_state = step(params, opt_state, *batch)
         if factor == jnp.inf:
-            print(f"step {at}: skipped {opt_state.notfinite_count} in a row")
+            print(f"step {at}: {'applied' if opt_state.last_finite else 'skipped'}")
         if at == STEPS // 2:  # everything is saved, and taken up again
             saved = serialization.to_bytes((params, opt_state))
             new = params, optimizer.init(params)

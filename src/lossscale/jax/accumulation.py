@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation over micro-batches with `lax.scan`.
 
-Every micro-batch is unscaled, checked and then added up in float32 or wider. A bad one
-is dropped, or it makes the whole step a bad one; either way the policy hears of it.
+Every micro-batch is unscaled, checked and then added up in float32 or wider. One that
+overflowed, or is too large, is dropped, or the whole step is skipped; either way the
+policy learns of an overflow.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ class Accumulated(NamedTuple):
     signal: Signal
     """Whether the step may be applied."""
     state: ScaleState
-    """The state for the next step; one bad micro-batch counts as an overflow."""
+    """The state for the next step; one micro-batch that overflowed is an overflow."""
     used: Array
     """Which micro-batches were used: a row of booleans."""
 
@@ -103,13 +104,16 @@ def accumulating(
             value, grads = scaled_value_and_grad(
                 fun, state, tuple(every), {}, argnums=argnums, has_aux=has_aux
             )
-            loss = value[0] if has_aux else value
-            names = axis_name if drops else None  # else they agree once, in the end
-            unscaled, signal = verbs.unscale(
-                grads, state, axis_name=names, as_is=as_is, loss=loss
+            unscaled, _, signal = verbs.unscale_alone(
+                grads,
+                state,
+                as_is=as_is,
+                loss=value[0] if has_aux else value,
+                divisor=devices(axis_name),
             )
-            added = _added(total, unscaled, signal.finite, as_is)
-            return added, (value, signal.finite, signal.loss_finite)
+            if drops:  # else the devices decide once, in the end
+                signal = agreed(signal, axis_name)
+            return _added(total, unscaled, signal.finite, as_is), (value, signal)
 
         batches = [args[place] for place in places]
         start = _zeros(args, argnums)
@@ -118,28 +122,23 @@ def accumulating(
             first = jax.tree.map(lambda rows: rows[0], batches)
             shapes, _ = jax.eval_shape(one, start, first)
             start = jax.tree.map(jnp.zeros_like, shapes)
-        total, (values, finite, loss_finite) = jax.lax.scan(one, start, batches)
-        seen = Signal(
-            finite=jnp.all(finite),
-            # An overflow beside a loss that was not finite is an overflow.
-            loss_finite=jnp.all(loss_finite) | jnp.any(~finite & loss_finite),
-        )
+        total, (values, rows) = jax.lax.scan(one, start, batches)
+        seen = _combine(rows)
         seen = seen if drops else agreed(seen, axis_name)
-        used = finite if drops else jnp.broadcast_to(seen.finite, finite.shape)
+        used = (
+            rows.finite if drops else jnp.broadcast_to(seen.finite, rows.finite.shape)
+        )
         count = jnp.sum(used, dtype=jnp.int32)
-        grads, applicable = _mean(total, count, as_is, devices(axis_name))
-        signal = agreed(Signal(applicable & (count > 0)), axis_name)
-        if not drops:
-            signal = signal._replace(finite=signal.finite & seen.finite)
-        # A sum beyond its dtype is an overflow too.
-        seen = seen._replace(finite=seen.finite & signal.finite)
-        signal = signal._replace(loss_finite=seen.loss_finite)
+        applied = count > 0
+        # Without any micro-batch the step is an overflow.
+        seen = seen._replace(finite=seen.finite & applied)
+        signal = seen._replace(finite=applied, too_large=seen.too_large & ~applied)
         losses = values[0] if has_aux else values
         kept = jnp.where(used, leaves.widened(losses), 0)
         value = jnp.sum(kept) / count.astype(kept.dtype)  # 0 / 0 is NaN
         return Accumulated(
             (value, values[1]) if has_aux else value,
-            grads,
+            _mean(total, count, as_is),
             signal,
             verbs.update(policy, state, seen),
             used,
@@ -186,14 +185,28 @@ def _added(carry: Any, grads: Any, finite: Array, as_is: AsIs) -> Any:
     return chosen, is_started | finite
 
 
-def _mean(carry: Any, count: Array, as_is: AsIs, addends: int) -> tuple[Any, Array]:
-    """Return sums divided by how many were added up, and whether they are finite."""
+def _combine(rows: Signal) -> Signal:
+    """Return what all micro-batches say together to the policy, of a row of each."""
+    overflow = ~(rows.finite | rows.too_large)
+    return Signal(
+        finite=jnp.all(rows.finite),
+        too_large=jnp.any(rows.too_large) & ~jnp.any(overflow),
+        # An overflow beside a loss that was not finite is an overflow.
+        loss_finite=jnp.all(rows.loss_finite) | jnp.any(overflow & rows.loss_finite),
+    )
+
+
+def _mean(carry: Any, count: Array, as_is: AsIs) -> Any:
+    """Return sums divided by how many were added up.
+
+    Each of them can be squared, so their sum is finite and their mean can be, too.
+    """
     total, _ = carry
-    mean, results = leaves.map_gradients(
+    mean, _ = leaves.map_gradients(
         lambda leaf: leaves.multiplied(
             leaf, 1.0 / jnp.maximum(count, 1).astype(leaves.real_dtype(leaf))
         ),
         total,
         as_is,
     )
-    return mean, leaves.together([leaves.is_finite(leaf, addends) for leaf in results])
+    return mean

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from lossscale.core.state import Array, Signal
 from lossscale.jax import leaves
 
-_ANY = ("nan",)
+_ANY = ("nan", "overflow")
 _LARGEST = ("amax", "norm")
 _MEAN = ("zero_share", "subnormal_share")
 
@@ -34,13 +34,17 @@ def agreed(signal: Signal, axis_name: Any) -> Signal:
     """Return what all devices of an axis (or of several) saw together.
 
     `finite` holds if it does everywhere, `nan` if it does anywhere; `amax` and `norm`
-    are the largest of any device, shares their mean.
+    are the largest of any device, shares their mean. `too_large` holds if it does
+    anywhere and no device has a gradient that is not finite.
     """
     if not is_named(axis_name):
         return signal
     fields = {
         name: value for name, value in signal._asdict().items() if value is not None
     }
+    too_large = fields.pop("too_large", None)
+    if too_large is not None:
+        fields["overflow"] = ~(signal.finite | too_large)
     largest = jax.lax.pmax(
         {
             name: _integer(name, value)
@@ -56,6 +60,9 @@ def agreed(signal: Signal, axis_name: Any) -> Signal:
         name: _decoded(name, value, fields[name].dtype)
         for name, value in largest.items()
     }
+    overflow = decoded.pop("overflow", None)
+    if overflow is not None:
+        decoded["too_large"] = ~(decoded["finite"] | overflow)
     return signal._replace(**decoded, **mean)
 
 

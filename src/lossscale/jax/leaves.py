@@ -14,7 +14,7 @@ do: on some processors XLA's maximum loses a NaN.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ import numpy as np
 
 from lossscale.core.checks import shown
 from lossscale.core.errors import GradientError
-from lossscale.core.headroom import largest_addend
+from lossscale.core.headroom import largest_square
 from lossscale.core.state import Array
 
 KeyPath: TypeAlias = tuple[Any, ...]
@@ -137,22 +137,52 @@ def bits(leaf: Array) -> Array:
     return raw & (2 ** (size - 1) - 1)
 
 
-def is_finite(leaf: Array, addends: int = 1) -> Array:
-    """Return whether no number of an array is NaN or infinite.
+class Checked(NamedTuple):
+    """What a check of gradients found; one boolean each."""
 
-    With `addends`, also whether so many numbers of that size can be added up.
+    finite: Array
+    """Whether no number is NaN or infinite."""
+    squarable: Array
+    """Whether none is too large for its square to be finite, either."""
+
+
+def check(arrays: list[Array], divisor: int = 1) -> Checked:
+    """Return whether all numbers are finite, and can be squared, in one pass over them.
+
+    Args:
+        arrays: Unscaled gradients.
+        divisor: What the largest number that can be squared is divided by.
     """
-    if addends == 1:
-        return together([jnp.all(jnp.isfinite(part)) for part in parts(leaf)])
-    found = parts(leaf)
-    bound = largest_addend(found[0].dtype.name, addends)
-    # NaN fails the comparison.
-    return together([jnp.all(jnp.abs(part) <= bound) for part in found])
+    found = [_check_part(part, divisor) for leaf in arrays for part in parts(leaf)]
+    finite, squarable = zip(*found, strict=True) if found else ((), ())
+    return Checked(all_set(list(finite)), all_set(list(squarable)))
 
 
-def together(flags: list[Array]) -> Array:
-    """Return whether all flags are set; without any that is True."""
-    return jnp.all(jnp.stack(flags)) if flags else jnp.asarray(True)
+def _check_part(part: Array, divisor: int) -> tuple[Array, Array]:
+    """Check one real array."""
+    bound = largest_square(part.dtype.name) / divisor
+    # NaN fails the comparison. One reduction of both flags: XLA does not merge two, and
+    # would read the gradient twice.
+    flags = jnp.isfinite(part), jnp.abs(part) <= bound
+    finite, squarable = jax.lax.reduce(
+        flags,
+        (np.True_, np.True_),
+        lambda first, second: (first[0] & second[0], first[1] & second[1]),
+        tuple(range(part.ndim)),
+    )
+    return finite, squarable
+
+
+def all_set(flags: list[Array]) -> Array:
+    """Return whether all flags are set; without any that is True.
+
+    The flags are counted. XLA makes a chain of scalars of `jnp.all(jnp.stack(flags))`,
+    and repeats it in every operation that selects by the result: the program grows with
+    the square of the number of leaves.
+    """
+    if not flags:
+        return jnp.asarray(True)
+    return jnp.sum(jnp.stack(flags), dtype=jnp.int32) == len(flags)
 
 
 def flags(finite: Any) -> Array:

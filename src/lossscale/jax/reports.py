@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which leaf it was: flags for every gradient, made in the pass that looks at them all.
 
-`leaf_flags` runs inside `jit` and returns two rows of booleans; `bad_leaves` runs
+`leaf_flags` runs inside `jit` and returns three rows of booleans; `bad_leaves` runs
 outside and gives them names. The names are known without the device, so nothing but
 the rows is brought to the host, and only if somebody asks.
 """
@@ -34,6 +34,8 @@ class LeafFlags(NamedTuple):
     """Whether all numbers of a gradient are finite."""
     nan: Array
     """Whether any of them is NaN."""
+    too_large: Array
+    """Whether all of them are finite, and one cannot be squared."""
 
 
 def leaf_flags(
@@ -58,25 +60,28 @@ def leaf_flags(
     found = [leaf for _, leaf in leaves.gradient_leaves(grads, as_is)]
     if not found:
         nothing = jnp.zeros((0,), jnp.bool_)
-        return LeafFlags(nothing, nothing)
-    finite = jnp.stack([leaves.is_finite(leaf) for leaf in found])
+        return LeafFlags(nothing, nothing, nothing)
+    checked = [leaves.check([leaves.widened(leaf)]) for leaf in found]
+    finite, squarable = (jnp.stack(row) for row in zip(*checked, strict=True))
     nan = jnp.stack([jnp.any(jnp.isnan(leaf)) for leaf in found])
     if not is_named(axis_name):
-        return LeafFlags(finite, nan)
-    worst = jax.lax.pmax((~finite).astype(jnp.int32) + nan.astype(jnp.int32), axis_name)
-    return LeafFlags(worst == 0, worst == _NAN)
+        return LeafFlags(finite, nan, finite & ~squarable)
+    worst = sum(flags.astype(jnp.int32) for flags in (~squarable, ~finite, nan))
+    worst = jax.lax.pmax(worst, axis_name)
+    return LeafFlags(worst < _INFINITE, worst == _NAN, worst == _TOO_LARGE)
 
 
-_NAN = 2
-"""Not finite, and NaN."""
+_TOO_LARGE, _INFINITE, _NAN = 1, 2, 3
+"""How bad a gradient is, in this order."""
 
 
 def bad_leaves(
     tree: Any, flags: LeafFlags, *, as_is: AsIs = overwritten
 ) -> dict[str, str]:
-    """Return the paths of the gradients that were not finite: each "inf" or "nan".
+    """Return the paths of the gradients because of which a step was skipped.
 
-    This waits for the device. A gradient that holds both is a "nan".
+    Each is "inf", "nan" or "too large". A gradient that holds several is a "nan" rather
+    than an "inf", and an "inf" rather than "too large". This waits for the device.
 
     Args:
         tree: The gradients, or anything of their structure; its values are not read.
@@ -93,12 +98,12 @@ def bad_leaves(
         {"['kernel']": 'inf'}
     """
     paths = [path for path, _ in leaves.gradient_leaves(tree, as_is)]
-    finite, nan = (np.asarray(row) for row in flags)
+    finite, nan, too_large = (np.asarray(row) for row in flags)
     if finite.shape != (len(paths),):
         message = (
             f"There are flags of shape {finite.shape} and {len(paths)} gradients: "
             f"{shown(paths)}. Pass the tree whose flags these are."
         )
         raise StructureError(message)
-    rows = zip(paths, finite, nan, strict=True)
-    return {path: "nan" if nan else "inf" for path, good, nan in rows if not good}
+    kinds = np.select([nan, ~finite, too_large], ["nan", "inf", "too large"], "")
+    return {path: str(kind) for path, kind in zip(paths, kinds, strict=True) if kind}

@@ -4,6 +4,11 @@
 `select` computes both sides and chooses. `apply_if_finite` is `lax.cond`: the
 optimizer does not run on a skipped step. Under `vmap` a condition becomes a choice, and
 nothing is saved.
+
+Either way no infinity and no NaN is written: such a number keeps its old value.
+Gradients that can be squared can still add up to infinity over many steps (Adagrad), or
+leave float16 (moments in float16). A check of the whole new state before anything is
+written would need a second pass over it; this comparison is part of the choice.
 """
 
 from collections.abc import Callable
@@ -23,9 +28,10 @@ def select(finite: Any, new: Any, old: Any) -> Any:
     """Return `new` if the step was finite, else `old`: for a whole train state.
 
     Put in whatever belongs to a step that was taken: parameters, optimizer state, batch
-    statistics, moving averages, the step count. A leaf that is the same object in both
-    stays, whatever it is; functions, texts and other leaves that are no arrays must be
-    equal. With a Python boolean one of the two comes back as it is.
+    statistics, moving averages, the step count. A number that is infinite or NaN in
+    `new` is the one of `old`. A leaf that is the same object in both stays, whatever it
+    is; functions, texts and other leaves that are no arrays must be equal. With a
+    Python boolean one of the two comes back as it is.
 
     Args:
         finite: One boolean: `signal.finite`, not the signal.
@@ -54,14 +60,30 @@ def select(finite: Any, new: Any, old: Any) -> Any:
     return jax.tree_util.tree_map_with_path(choose, new, old)
 
 
+def keep_finite(new: Any, old: Any) -> Any:
+    """Return `new`, with the old number in the place of every infinity and NaN.
+
+    Leaves that are no arrays, or of another dtype or shape, are those of `new`.
+    """
+
+    def keep(first: Any, second: Any) -> Any:
+        arrays = _is_array(first) and _is_array(second)
+        if first is second or not arrays or _kind(first) != _kind(second):
+            return first
+        return jnp.where(_is_finite(first), first, second)
+
+    return jax.tree.map(keep, new, old)
+
+
 def apply_if_finite(
     finite: Any, function: Callable[..., Any], old: Any, *operands: Any
 ) -> Any:
     """Return `function(old, *operands)` if the step was finite, else `old`.
 
     The function is not run on a skipped step. It takes the train state and returns
-    the next one, of the same structure, shapes and dtypes. Hand gradients over as
-    operands: buffers that a function closes over cannot be used again.
+    the next one, of the same structure, shapes and dtypes. A number that is infinite or
+    NaN in the result is the one of `old`. Hand gradients over as operands: buffers that
+    a function closes over cannot be used again.
 
     Args:
         finite: One boolean: `signal.finite`, not the signal.
@@ -82,11 +104,17 @@ def apply_if_finite(
         Array(2., dtype=float32)
     """
 
+    def apply(state: Any, *rest: Any) -> Any:
+        new = function(state, *rest)
+        if jax.tree.structure(new) != jax.tree.structure(state):
+            return new  # lax.cond says what is wrong
+        return keep_finite(new, state)
+
     def keep(state: Any, *unused: Any) -> Any:
         del unused
         return state
 
-    return jax.lax.cond(leaves.flag(finite), function, keep, old, *operands)
+    return jax.lax.cond(leaves.flag(finite), apply, keep, old, *operands)
 
 
 def check_same_structure(new: Any, old: Any) -> None:
@@ -129,14 +157,25 @@ def _choose(path: KeyPath, chosen: Any, new: Any, old: Any) -> Any:
             "only arrays can be chosen from: make arrays of them, or keep them out."
         )
         raise StructureError(message)
-    kinds = [(jnp.result_type(leaf), jnp.shape(leaf)) for leaf in (new, old)]
+    kinds = [_kind(leaf) for leaf in (new, old)]
     if kinds[0] != kinds[1]:
         shapes = " and ".join(f"{dtype} {shape}" for dtype, shape in kinds)
         message = f"The two leaves at {place} differ: {shapes}."
         raise StructureError(message)
     if kinds[0][0] == jax.dtypes.float0:
         return new  # it holds nothing
-    return jnp.where(chosen, new, old)
+    return jnp.where(chosen & _is_finite(new), new, old)
+
+
+def _is_finite(array: Any) -> Any:
+    """Return which numbers are finite; those of other than floats are."""
+    inexact = jnp.issubdtype(jnp.result_type(array), jnp.inexact)
+    return jnp.isfinite(array) if inexact else True
+
+
+def _kind(leaf: Any) -> tuple[Any, tuple[int, ...]]:
+    """Return the dtype and the shape of an array or a number."""
+    return jnp.result_type(leaf), jnp.shape(leaf)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -24,7 +24,7 @@ import numpy as np
 from lossscale.core import checks
 from lossscale.core.checks import shown
 from lossscale.core.errors import GradientError
-from lossscale.core.policies import Policy
+from lossscale.core.policies import Policy, advance
 from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.jax import leaves
@@ -109,9 +109,11 @@ def unscale(
     """Multiply gradients by 1 / scale, and say whether all of them are finite.
 
     float16, bfloat16 and float8 gradients become float32, where small ones do not
-    vanish again; float64 stays float64. `Signal.finite` looks at the result: an
+    vanish again; float64 stays float64. `Signal.finite` is about the result: an
     infinity stays one when it is unscaled, and a finite gradient may become one. A
-    complex gradient is finite if both of its parts are, and is measured as two numbers.
+    gradient that is finite and cannot be squared, as most optimizers do, is
+    `Signal.too_large`: `finite` is False, and `update` leaves the scale. A complex
+    gradient counts as two numbers.
 
     Args:
         grads: A pytree of scaled gradients. `None` and `float0` leaves pass through.
@@ -120,8 +122,8 @@ def unscale(
             "zero_share" and "subnormal_share".
         axis_name: Inside `shard_map`, `pmap` or `vmap`: the axis, or a tuple of axes,
             over which all devices take one decision. The gradients are not touched:
-            average them yourself, before or after. One that could overflow when all
-            devices add theirs up counts as an overflow. Without such an axis, as in
+            average them yourself, before or after. One that could not be squared once
+            all devices have added theirs up is too large. Without such an axis, as in
             `jit` with sharded arrays, leave it out: every result is global there.
         as_is: Says of a key path and a leaf whether it passes through, not unscaled and
             not looked at; state of float8 layers unless given.
@@ -138,6 +140,22 @@ def unscale(
         ({'w': Array([2., 1.], dtype=float32)}, True)
     """
     names = checks.measurements(measure)
+    unscaled, results, signal = unscale_alone(
+        grads, state, as_is=as_is, loss=loss, divisor=devices(axis_name)
+    )
+    if names:
+        came = [leaf for _, leaf in leaves.gradient_leaves(grads, as_is)]
+        signal = signal._replace(**measured(came, results, names))
+    return unscaled, agreed(signal, axis_name)
+
+
+def unscale_alone(
+    grads: Any, state: ScaleState, *, as_is: AsIs, loss: Any, divisor: int = 1
+) -> tuple[Any, list[Array], Signal]:
+    """Unscale gradients and check them, without a word from other devices.
+
+    Returns the gradients, the same in a list, and what the check found.
+    """
     inverse = 1.0 / jnp.asarray(state.scale, jnp.float32)
     # The reciprocal of an infinite scale is 0, and so is that of one above 2**126 where
     # subnormal numbers are taken for zero: every gradient would be 0 and every step
@@ -146,16 +164,17 @@ def unscale(
     unscaled, results = leaves.map_gradients(
         lambda leaf: leaves.multiplied(leaves.widened(leaf), inverse), grads, as_is
     )
-    addends = devices(axis_name)
-    flags = [leaves.is_finite(result, addends) for result in results]
-    signal = Signal(finite=leaves.together(flags))
+    signal = signal_of(results, divisor)
     if loss is not None:
         flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(loss)]
-        signal = signal._replace(loss_finite=leaves.together(flags))
-    if names:
-        came = [leaf for _, leaf in leaves.gradient_leaves(grads, as_is)]
-        signal = signal._replace(**measured(came, results, names))
-    return unscaled, agreed(signal, axis_name)
+        signal = signal._replace(loss_finite=leaves.all_set(flags))
+    return unscaled, results, signal
+
+
+def signal_of(unscaled: list[Array], divisor: int = 1) -> Signal:
+    """Return what a check of unscaled gradients finds; see `leaves.check`."""
+    finite, squarable = leaves.check(unscaled, divisor)
+    return Signal(finite=squarable, too_large=finite & ~squarable)
 
 
 def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
@@ -184,8 +203,10 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
             f"{shown(signal.finite)}. Use the signal that unscale returns."
         )
         raise GradientError(message)
-    after = policy.step(before, signal._replace(finite=finite), where=jnp.where)
-    return _strong(after)
+    checked = signal._replace(finite=finite)
+    if signal.too_large is not None:
+        checked = checked._replace(too_large=leaves.flags(signal.too_large))
+    return _strong(advance(policy, before, checked, where=jnp.where))
 
 
 def _strong(state: ScaleState) -> ScaleState:

@@ -18,7 +18,9 @@ from lossscale.jax import verbs
 class LossScaledState(NamedTuple):
     """What `loss_scaled` keeps from step to step.
 
-    The three last fields are named and counted as `optax.apply_if_finite` does.
+    `last_finite` and the two counts are those of `optax.apply_if_finite`. Fields of the
+    inner state can be read as if they were its own, where functions of optax do that:
+    `optax.contrib.schedule_free_eval_params(opt_state, params)`.
 
     Example:
         >>> import jax.numpy as jnp, optax, lossscale, lossscale.optax as ls
@@ -32,11 +34,21 @@ class LossScaledState(NamedTuple):
     inner_state: Any
     """The state of the optimizer inside; a skipped step leaves it as it is."""
     last_finite: Array
-    """Whether the last step was finite, and so was taken."""
+    """Whether the last step was applied."""
+    last_too_large: Array
+    """Whether it was skipped because a finite gradient cannot be squared. The scale
+    stays then: no lower one makes a true gradient smaller."""
     notfinite_count: Array
     """How many steps in a row were skipped up to now."""
     total_notfinite: Array
     """How many steps were skipped in all."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a field of the inner state, if that is a NamedTuple which has it."""
+        if name in getattr(self.inner_state, "_fields", ()):
+            return getattr(self.inner_state, name)
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(message)
 
 
 def find_states(opt_state: Any) -> list[LossScaledState]:

@@ -1,35 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """`loss_scaled`: an optax optimizer that unscales, checks, skips and moves the scale.
 
-What it promises:
+What it guarantees:
 
 - The optimizer inside sees unscaled gradients in float32 or wider, so it clips, adds
   noise and takes moments of the right numbers.
 - On a step that is not finite the updates are zero and the inner state stays bit for
   bit as it was, schedules' step counts and random keys included. There is no number
-  of bad steps after which one is applied all the same.
+  of skipped steps after which one is applied all the same.
+- No number of the inner state, and no parameter, that is finite becomes infinite or
+  NaN. What the optimizer's clipping has made small enough for float16 moments is small
+  enough: what counts is what arrives there, not the gradient.
 - The state is one NamedTuple of arrays. Its shapes and dtypes never change, so it
   goes through `jit`, `scan`, `vmap`, donation and checkpoints as it is.
 
 Place it outside everything that reads gradients: one loss, one `loss_scaled`.
 """
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from lossscale.core import checks, headroom
-from lossscale.core.errors import SettingError, SettingTypeError
+from lossscale.core import checks
+from lossscale.core.errors import SettingError, SettingTypeError, StateError
 from lossscale.core.policies import Dynamic, Policy
 from lossscale.core.state import Array
-from lossscale.jax import leaves, verbs
+from lossscale.jax import verbs
 from lossscale.jax.agreement import agreed
 from lossscale.jax.leaves import AsIs, overwritten
+from lossscale.jax.selecting import check_same_structure, keep_finite
 from lossscale.jax.value_and_grad import check_policy
+from lossscale.optax import parameters
 from lossscale.optax.states import LossScaledState, find_states
+
+_HEADROOM = 4
+"""A gradient may be a quarter of what can be squared: AdaBelief and Adan square the
+difference of two, which may be rounded up."""
 
 
 def loss_scaled(
@@ -42,12 +50,15 @@ def loss_scaled(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer so that it takes the gradients of a scaled loss.
 
-    Scale the loss with `scale_loss(loss, opt_state)`. A gradient whose square would
-    overflow counts as an overflow: optimizers keep squares, and an infinite moment
-    never comes back.
+    Scale the loss with `scale_loss(loss, opt_state)`. A gradient that is finite and
+    cannot be squared skips the step and leaves the scale: optimizers keep squares, and
+    no lower scale makes it smaller. A number of the inner state that would become
+    infinite all the same, as a sum of squares over many steps or a moment in float16,
+    keeps its value.
 
-    Parameters in float16 or bfloat16 are shown to `inner` in float32, so that its
-    moments are kept in float32; `optax.apply_updates` rounds the sum back.
+    Parameters in float16 or bfloat16 are passed to `inner` in float32, so that its
+    moments are kept in float32; updates come back in the dtype of the gradients.
+    Integer parameters do not reach `inner`; their updates are 0.
 
     Extra arguments reach `inner` as they are: give it the loss unscaled. Where there
     is one called `value`, optax's name for the loss, it also tells a policy with
@@ -90,7 +101,7 @@ def loss_scaled(
     optimizer = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> LossScaledState:
-        inner_state = optimizer.init(_widened(params))
+        inner_state = optimizer.init(parameters.widen(params))
         if find_states(inner_state):
             message = (
                 "The optimizer inside loss_scaled already has a loss scale; its "
@@ -101,6 +112,7 @@ def loss_scaled(
             scale_state=verbs.init(settings),
             inner_state=inner_state,
             last_finite=jnp.asarray(True),
+            last_too_large=jnp.asarray(False),
             notfinite_count=jnp.zeros((), jnp.int32),
             total_notfinite=jnp.zeros((), jnp.int32),
         )
@@ -108,32 +120,36 @@ def loss_scaled(
     def update(
         updates: Any, state: LossScaledState, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaledState]:
-        unscaled, signal = verbs.unscale(
-            updates, state.scale_state, as_is=passes, loss=extra.get("value")
+        _check_state(state)
+        unscaled, _, signal = verbs.unscale_alone(
+            updates,
+            state.scale_state,
+            as_is=passes,
+            loss=extra.get("value"),
+            divisor=_HEADROOM,
         )
-        # This looks at all that `signal.finite` does, and the compiler drops that.
-        signal = signal._replace(finite=_holds(unscaled, state.inner_state, passes))
         signal = agreed(signal, axis_name)
-        wide = None if params is None else _widened(params)
+        seen = parameters.hide(unscaled, params)
+        wide = None if params is None else parameters.widen(params)
 
         def take() -> tuple[Any, Any]:
-            taken: tuple[Any, Any] = optimizer.update(
-                unscaled, state.inner_state, wide, **extra
+            moved, inner_state = optimizer.update(
+                seen, state.inner_state, wide, **extra
             )
-            return taken
+            return parameters.limit(moved, updates, params), inner_state
 
         if branches:
             moved, inner_state = _branch(signal.finite, take, state.inner_state)
         else:
             moved, inner_state = take()
-            moved = verbs.select(
-                signal.finite, moved, jax.tree.map(jnp.zeros_like, moved)
-            )
+            zeros = jax.tree.map(jnp.zeros_like, moved)
+            moved = verbs.select(signal.finite, moved, zeros)
             inner_state = verbs.select(signal.finite, inner_state, state.inner_state)
         return moved, LossScaledState(
             scale_state=verbs.update(settings, state.scale_state, signal),
             inner_state=inner_state,
             last_finite=signal.finite,
+            last_too_large=signal.too_large,
             notfinite_count=jnp.where(
                 signal.finite, 0, optax.safe_increment(state.notfinite_count)
             ),
@@ -160,49 +176,33 @@ def _check(inner: Any, policy: Any) -> None:
     check_policy(policy)
 
 
-def _holds(unscaled: Any, inner_state: Any, as_is: AsIs) -> Array:
-    """Return whether every gradient is finite, and the optimizer can keep it.
-
-    Its square can be added up, and so can that of the difference of two (AdaBelief,
-    Adan). Where the optimizer keeps float16 (`mu_dtype`), the gradient fits into that.
-    """
-    found = leaves.gradient_leaves(unscaled, as_is)
-    parts = [part for _, leaf in found for part in leaves.parts(leaf)]
-    elements = sum(part.size for part in parts)
-    kept = {str(getattr(leaf, "dtype", "")) for leaf in jax.tree.leaves(inner_state)}
-    largest = headroom.LARGEST["float16"] if "float16" in kept else math.inf
-    roots = [
-        min(
-            largest,
-            # A quarter: half for a difference, half for what sums are rounded up by.
-            headroom.largest_square_root(None, part.dtype.name, elements) / 4,
-        )
-        for part in parts
-    ]
-    # NaN fails the comparison.
-    return leaves.together(
-        [jnp.all(jnp.abs(p) <= root) for p, root in zip(parts, roots, strict=True)]
+def _check_state(state: Any) -> None:
+    """Raise unless this is a state of `loss_scaled`, not that of another optimizer."""
+    if isinstance(state, LossScaledState):
+        return
+    message = (
+        f"The optimizer state is a {type(state).__name__}, expected the "
+        "LossScaledState that init(params) of this optimizer returned. To continue "
+        "with a state of the optimizer inside: "
+        "optimizer.init(params)._replace(inner_state=state)."
     )
+    raise StateError(message)
 
 
 def _branch(finite: Array, take: Any, inner_state: Any) -> tuple[Any, Any]:
     """Take the step in a branch of its own; the other has nothing to do."""
     shapes = jax.eval_shape(take)[0]
+    # zeros_like of a shape that knows along which axes of a shard_map it varies.
+    zeros = jax.tree.map(jnp.zeros_like, shapes)
+
+    def step() -> tuple[Any, Any]:
+        moved, after = take()
+        check_same_structure(after, inner_state)
+        kept: tuple[Any, Any] = keep_finite((moved, after), (zeros, inner_state))
+        return kept
 
     def stay() -> tuple[Any, Any]:
-        # zeros_like of a shape that knows along which axes of a shard_map it varies.
-        return jax.tree.map(jnp.zeros_like, shapes), inner_state
+        return zeros, inner_state
 
-    taken: tuple[Any, Any] = jax.lax.cond(finite, take, stay)
+    taken: tuple[Any, Any] = jax.lax.cond(finite, step, stay)
     return taken
-
-
-def _widened(params: Any) -> Any:
-    """Return parameters with float16 and bfloat16 ones in float32."""
-
-    def widen(leaf: Any) -> Any:
-        # optax.tree_map_params calls init with a leaf that is no array at all.
-        narrow = str(getattr(leaf, "dtype", None)) in headroom.NARROW
-        return leaf.astype(jnp.float32) if narrow else leaf
-
-    return jax.tree.map(widen, params)

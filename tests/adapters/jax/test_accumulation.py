@@ -69,11 +69,11 @@ def test_a_step_without_a_good_micro_batch_is_a_bad_one():
     assert 2.0**9 == found.state.scale
 
 
-def test_a_sum_beyond_float32_makes_the_step_bad():
-    found = run(np.full((4, 2), 2e38, np.float32), policy=Dynamic(init_scale=1.0))
+def test_the_largest_gradients_that_can_be_squared_are_added_up():
+    found = run(np.full((4, 2), 1.8e19, np.float32), policy=Dynamic(init_scale=1.0))
     assert [True] * 4 == found.used.tolist()
-    assert not bool(found.signal.finite)
-    assert 0.5 == found.state.scale
+    assert np.float32(1.8e19) == found.grads
+    assert (True, 1) == (bool(found.signal.finite), found.state.good)
 
 
 def test_float16_gradients_are_added_up_in_float32():

@@ -201,20 +201,41 @@ def test_measurements_of_all_devices_are_combined_and_no_nan_is_lost(bad):
         assert (np.isnan if np.isnan(bad) else np.isinf)(signal.norm)
 
 
-def test_gradients_that_would_overflow_as_a_sum_are_an_overflow():
-    """1e38 is finite on each of eight devices; added up it is not."""
+def test_gradients_whose_sum_cannot_be_squared_are_too_large():
     mesh = mesh_of((8,), ("all",))
 
     @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("all")), out_specs=P())
-    def look(state, grads):
-        unscaled, signal = ls.unscale(grads, state, axis_name="all")
-        mean = jnp.all(jnp.isfinite(jax.lax.pmean(unscaled, "all")))
-        return signal.finite, mean
+    def check(state, grads):
+        _, signal = ls.unscale(grads, state, axis_name="all")
+        total = jax.lax.psum(grads, "all")
+        return signal.finite, signal.too_large, jnp.all(jnp.isfinite(total**2))
 
     state = ls.init(Fixed(1.0))
-    assert (False, False) == tuple(map(bool, look(state, jnp.full(8, 1e38))))
-    assert (True, True) == tuple(map(bool, look(state, jnp.full(8, 4e37))))
+    assert [False, True, False] == [*map(bool, check(state, jnp.full(8, 2.4e18)))]
+    assert [True, False, True] == [*map(bool, check(state, jnp.full(8, 2.2e18)))]
+
+
+@pytest.mark.parametrize(("overflows", "scale"), [(False, 8.0), (True, 4.0)])
+def test_one_device_with_a_gradient_that_is_too_large_skips_on_all(overflows, scale):
+    mesh = mesh_of((8,), ("all",))
+    policy = Dynamic(init_scale=8.0)
+    grads = np.ones(8, np.float32)
+    grads[3] = 3e38
+    grads[5] = np.inf if overflows else 1.0
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("all")), out_specs=P())
+    def check(state, grads):
+        unscaled, signal = ls.unscale(grads, state, axis_name="all")
+        flags = ls.leaf_flags(unscaled, axis_name="all")
+        return signal, ls.update(policy, state, signal), flags
+
+    signal, state, flags = check(ls.init(policy), grads)
+    assert (False, not overflows) == (bool(signal.finite), bool(signal.too_large))
+    assert scale == state.scale
+    expected = "inf" if overflows else "too large"
+    assert {"": expected} == ls.bad_leaves(grads, flags)
 
 
 def test_the_flags_of_leaves_are_those_of_any_device():

@@ -179,13 +179,20 @@ def test_bad_leaves_are_named_with_what_was_wrong():
         "dense": [{"kernel": jnp.array([1.0, -jnp.inf]), "bias": jnp.ones(2)}],
         "head": jnp.array([jnp.inf, jnp.nan], jnp.float16),
         "none": None,
+        "norm": jnp.array([1.0, 3e38]),
+        "tail": jnp.array([-jnp.inf, 3e38]),
         "_overwrite_with_gradient": jnp.array([jnp.nan]),
     }
     flags = jax.jit(ls.leaf_flags)(grads)
-    expected = {"['dense'][0]['kernel']": "inf", "['head']": "nan"}
+    expected = {
+        "['dense'][0]['kernel']": "inf",
+        "['head']": "nan",
+        "['norm']": "too large",
+        "['tail']": "inf",
+    }
     assert expected == ls.bad_leaves(grads, flags)
     assert {} == ls.bad_leaves({}, ls.leaf_flags({}))
-    with pytest.raises(StructureError, match="3 gradients"):
+    with pytest.raises(StructureError, match="5 gradients"):
         ls.bad_leaves(grads, ls.leaf_flags([jnp.ones(2)]))
 
 
@@ -197,7 +204,8 @@ def test_flags_of_leaves_cost_no_further_read_under_jit():
 
     def flagged(grads, s):
         unscaled, signal = ls.unscale(grads, s, measure="nan")
-        return unscaled, signal, ls.leaf_flags(unscaled).finite
+        flags = ls.leaf_flags(unscaled)
+        return unscaled, signal, (flags.finite, flags.too_large)
 
     grads = [jnp.ones(4096), jnp.ones((64, 64))]
     texts = [

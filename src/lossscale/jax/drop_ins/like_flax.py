@@ -16,10 +16,9 @@ import jax.numpy as jnp
 
 from lossscale.core import checks, presets
 from lossscale.core.policies import Dynamic
-from lossscale.core.state import Array, Signal
+from lossscale.core.state import Array
 from lossscale.jax import verbs
 from lossscale.jax.drop_ins import trees
-from lossscale.jax.drop_ins.like_jmp import all_finite
 
 
 class DynamicScaleResult(NamedTuple):
@@ -34,7 +33,7 @@ class DynamicScaleResult(NamedTuple):
     dynamic_scale: "DynamicScale"
     """The scale to use for the next step."""
     finite: Array
-    """Whether all gradients are finite; if not, leave the step out."""
+    """Whether all gradients are finite and can be squared; if not, skip the step."""
     aux: Any
     """The loss, unscaled; with `has_aux`, the loss and the rest."""
     grad: Any
@@ -120,14 +119,14 @@ class DynamicScale:
             (_, (loss, aux)), scaled_grads = differentiated(*args, **kwargs)
             # The loss as it came, not one that overflowed when it was scaled.
             loss = verbs.scale(loss, trees.state(1.0, 0))
-            grad = verbs.unscale(scaled_grads, state)[0]
+            grad, signal = verbs.unscale(scaled_grads, state)
             if axis_name is not None:
                 grad = jax.lax.pmean(grad, axis_name)
-            finite = all_finite(grad)
-            after = verbs.update(self._policy(), state, Signal(finite))
+                signal = verbs.signal_of(jax.tree.leaves(grad))
+            after = verbs.update(self._policy(), state, signal)
             return DynamicScaleResult(
                 dynamic_scale=self.replace(fin_steps=after.good, scale=after.scale),
-                finite=finite,
+                finite=signal.finite,
                 aux=(loss, aux) if has_aux else loss,
                 grad=grad,
             )
