@@ -26,6 +26,8 @@ class Case:
     turns: int = 30
     steps: int = 1
     """How many steps in a row are timed together."""
+    donated: bool = True
+    """Whether a step may use the memory of the state that it is given."""
 
 
 def make_parameters(case: Case):

@@ -2,7 +2,7 @@
 """What does loss scaling cost per step under `jit`, ours and that of others?
 
 In one run and in turns, the same training step of a decoder-only transformer, float16
-inside, float32 parameters and AdamW, its state donated:
+inside, float32 parameters and AdamW:
 
     no scaling               value_and_grad and update, nothing checked
     no scaling, again        the same program once more: how far ratios stray by chance
@@ -12,17 +12,23 @@ inside, float32 parameters and AdamW, its state donated:
     flax                     DynamicScale, and the selection that its docstring shows
     jmp                      DynamicLossScale, all_finite, select_tree
 
-A time is the host's until the device is done, over a few steps in a row; a ratio is the
-median over turns. Traffic and arithmetic are what XLA counts in the compiled program
-(of a condition, the dearer branch), and so is its temporary memory. Every program is
+Three times, each with its ratio to no scaling, the median over turns:
+
+    ms        the host's, until the device is done, over some steps in a row
+    busy_ms   on a GPU the sum of all kernels' times in a profile of as many steps; on a
+              CPU the processor time of all threads, which other programs disturb less
+    compile   lowering and compiling once: wall, and processor time of all threads
+
+Traffic and arithmetic are what XLA counts in the compiled program (of a condition, the
+dearer branch), and so are its temporary memory and its instructions. Every program is
 traced once, and no step may be skipped.
 
     python benchmarks/jax_step.py cpu FOLDER     writes FOLDER/jax_step.cpu.csv
     python benchmarks/jax_step.py cuda FOLDER    writes FOLDER/jax_step.cuda.csv
     python benchmarks/jax_step.py check          compares the variants, writes nothing
 
-A package that is missing has no row. Without optax, AdamW is our own. A second case is
-not begun after two minutes, most of which are compilation.
+A package that is missing has no row. Without optax, AdamW is our own. Another case is
+not begun after ten minutes on a CPU and four on a GPU, most of which are compilation.
 """
 
 import csv
@@ -30,6 +36,7 @@ import dataclasses
 import os
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -44,20 +51,36 @@ from machine import describe
 
 WARM_UP = 3
 RATE = 1e-4
-PATIENCE = 120
-COLUMNS = ("case", "parameters", "of", "ms", "ms_20", "ms_80", "to_none", "to_none_20")
-COLUMNS += ("to_none_80", "gigabytes", "bytes_to_none", "gigaflops", "flops_to_none")
-COLUMNS += ("temporary_megabytes", "compile_s", "traces", "loss")
+PATIENCE = {"cpu": 600, "cuda": 240}
+COLUMNS = ("case", "parameters", "leaves", "donated", "of")
+COLUMNS += ("ms", "ms_20", "ms_80", "to_none", "to_none_20", "to_none_80")
+COLUMNS += ("busy_ms", "busy_to_none", "busy_to_none_20", "busy_to_none_80")
+COLUMNS += ("gigabytes", "bytes_to_none", "gigaflops", "flops_to_none")
+COLUMNS += ("temporary_megabytes", "instructions", "compile_s", "compile_cpu_s")
+COLUMNS += ("compile_cpu_to_none", "traces", "loss")
 GPT2 = Case(
-    layers=12, width=768, heads=12, vocabulary=50304, length=1024, batch=8, steps=3
+    layers=12,
+    width=768,
+    heads=12,
+    vocabulary=50304,
+    length=1024,
+    batch=8,
+    turns=5,
+    steps=50,
 )
 SMALL = Case(layers=4, width=256, heads=4, vocabulary=2048, length=64, batch=4)
+# As many leaves as GPT-2 has.
+DEEP = dataclasses.replace(SMALL, layers=12, width=128, turns=20)
 CASES = {
-    "cpu": {"small": SMALL},
+    "cpu": {
+        "12 layers": DEEP,
+        "12 layers, kept": dataclasses.replace(DEEP, donated=False),
+        "4 layers": SMALL,
+    },
     "cuda": {
-        "GPT-2, 8 x 1024 tokens": GPT2,
         # Little arithmetic: what is done once per parameter shows.
         "GPT-2, 1 x 128 tokens": dataclasses.replace(GPT2, length=128, batch=1),
+        "GPT-2, 8 x 1024 tokens": GPT2,
     },
 }
 TINY = Case(layers=2, width=32, heads=2, vocabulary=64, length=16, batch=2)
@@ -76,10 +99,12 @@ class Contender:
             self.traces += 1
             return variant.step(state, batch)
 
-        self._step = jax.jit(step, donate_argnums=0)
-        start = time.perf_counter()
+        self._step = jax.jit(step, donate_argnums=0 if case.donated else ())
+        start, busy = time.perf_counter(), time.process_time()
         compiled = self._step.lower(self.state, self._batch).compile()
         self.compile_seconds = time.perf_counter() - start
+        self.compile_cpu_seconds = time.process_time() - busy
+        self.instructions = compiled.as_text().count(" = ")
         costs = compiled.cost_analysis() or {}
         self.bytes = costs.get("bytes accessed", float("nan"))
         self.flops = costs.get("flops", float("nan"))
@@ -136,14 +161,39 @@ class Lane:
         self.state = state
         self.loss = None
 
-    def milliseconds(self, steps: int) -> float:
-        """Take some steps in a row; return the milliseconds of one."""
-        jax.block_until_ready(self.state)
-        start = time.perf_counter()
+    def train(self, steps: int) -> None:
+        """Take some steps in a row, and wait for the last."""
         for _ in range(steps):
             self.state, self.loss = self.contender.train(self.state)
         jax.block_until_ready((self.state, self.loss))
-        return (time.perf_counter() - start) * 1e3 / steps
+
+    def milliseconds(self, steps: int) -> tuple[float, float]:
+        """Take some steps; return the milliseconds of one: by the clock, and busy."""
+        jax.block_until_ready(self.state)
+        start, busy = time.perf_counter(), time.process_time()
+        self.train(steps)
+        wall, busy = time.perf_counter() - start, time.process_time() - busy
+        if jax.default_backend() != "cpu":
+            busy = self._kernel_seconds(steps)
+        return wall * 1e3 / steps, busy * 1e3 / steps
+
+    def _kernel_seconds(self, steps: int) -> float:
+        """Take some more steps; return the sum of their kernels' times."""
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                self.train(steps)
+            (file,) = Path(folder).rglob("*.xplane.pb")
+            profile = jax.profiler.ProfileData.from_file(str(file))
+        kernels = [
+            event.duration_ns
+            for plane in profile.planes
+            if "GPU" in plane.name
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        ]
+        assert kernels, "the profile shows no kernel"
+        return sum(kernels) / 1e9
 
 
 def measure(name: str, case: Case, write) -> None:
@@ -155,40 +205,62 @@ def measure(name: str, case: Case, write) -> None:
     again = Lane(contenders[NONE], contenders[NONE].first_state(case))
     lanes = {NONE: lanes.pop(NONE), f"{NONE}, again": again, **lanes}
     for lane in lanes.values():
-        lane.milliseconds(WARM_UP)
-    times: dict[str, list[float]] = {label: [] for label in lanes}
+        lane.train(WARM_UP)
+    times: dict[str, list[tuple[float, float]]] = {label: [] for label in lanes}
     for turn in range(case.turns):
         for label in list(lanes) if turn % 2 else reversed(lanes):
             times[label].append(lanes[label].milliseconds(case.steps))
     none = lanes[NONE].contender
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(lanes[NONE].state[0]))
+    leaves = jax.tree.leaves(lanes[NONE].state[0])
     for label, lane in lanes.items():
         one = lane.contender
         scale, loss = one.scale(lane.state), float(lane.loss)
         assert scale == SCALE, f"{label} skipped a step: its scale is {scale}"
         assert np.isfinite(loss), f"{label}: the loss is {loss}"
         assert one.traces == 1, f"{label} was traced {one.traces} times"
-        ratios = [a / b for a, b in zip(times[label], times[NONE], strict=True)]
-        numbers = [*spread(times[label]), *spread(ratios)]
-        numbers += [one.bytes / 1e9, one.bytes / none.bytes]
-        numbers += [one.flops / 1e9, one.flops / none.flops]
-        numbers += [one.temporary / 1e6, one.compile_seconds]
-        texts = [f"{number:.4f}" for number in numbers]
-        write([name, parameters, label, *texts, one.traces, f"{loss:.5f}"])
+        pairs = list(zip(times[label], times[NONE], strict=True))
+        walls = [(own[0], own[0] / of_none[0]) for own, of_none in pairs]
+        busy = [(own[1], own[1] / of_none[1]) for own, of_none in pairs]
+        found = {
+            "case": name,
+            "parameters": sum(leaf.size for leaf in leaves),
+            "leaves": len(leaves),
+            "donated": case.donated,
+            "of": label,
+            **spread("ms", [wall for wall, _ in walls]),
+            **spread("to_none", [ratio for _, ratio in walls]),
+            "busy_ms": statistics.median(each for each, _ in busy),
+            **spread("busy_to_none", [ratio for _, ratio in busy]),
+            "gigabytes": one.bytes / 1e9,
+            "bytes_to_none": one.bytes / none.bytes,
+            "gigaflops": one.flops / 1e9,
+            "flops_to_none": one.flops / none.flops,
+            "temporary_megabytes": one.temporary / 1e6,
+            "instructions": one.instructions,
+            "compile_s": one.compile_seconds,
+            "compile_cpu_s": one.compile_cpu_seconds,
+            "compile_cpu_to_none": one.compile_cpu_seconds / none.compile_cpu_seconds,
+            "traces": one.traces,
+            "loss": loss,
+        }
+        write([as_text(found[column]) for column in COLUMNS])
         print(
-            f"{name:22} {label:22} {numbers[0]:9.3f} ms, {numbers[3]:.3f} times none "
-            f"({numbers[4]:.3f} to {numbers[5]:.3f}); traffic {numbers[7]:.4f} times, "
-            f"{numbers[9]:.5f} times the flops; {one.temporary / 1e6:.0f} MB temporary;"
-            f" {one.traces} trace, compiled in {one.compile_seconds:.0f} s; "
-            f"loss {loss:.4f}",
+            "{case:22} {of:22} {ms:9.3f} ms, {to_none:.3f} times none ({to_none_20:.3f}"
+            " to {to_none_80:.3f}); busy {busy_ms:.3f} ms, {busy_to_none:.3f} times; "
+            "traffic {bytes_to_none:.4f} times; {instructions} instructions, compiled "
+            "in {compile_s:.1f} s, {compile_cpu_to_none:.2f} times".format(**found),
             flush=True,
         )
 
 
-def spread(values: list[float]) -> list[float]:
+def as_text(value) -> str:
+    return f"{value:.5f}" if isinstance(value, float) else str(value)
+
+
+def spread(name: str, values: list[float]) -> dict[str, float]:
     """Return the median, and the 20 and 80 percentiles."""
     low, *_, high = statistics.quantiles(values, n=5)
-    return [statistics.median(values), low, high]
+    return {name: statistics.median(values), f"{name}_20": low, f"{name}_80": high}
 
 
 def check() -> None:
@@ -242,7 +314,7 @@ def main(device: str, folder: Path) -> None:
         start = time.perf_counter()
         for name, case in CASES[device].items():
             spent = time.perf_counter() - start
-            if spent > PATIENCE:
+            if spent > PATIENCE[device]:
                 print(f"not run: {name}, after {spent:.0f} s")
                 break
             measure(name, case, lambda row: writer.writerow([*row, *facts.values()]))
