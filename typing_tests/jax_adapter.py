@@ -57,6 +57,9 @@ accumulated: ls.Accumulated = ls.accumulating(
 used: Any = accumulated.used
 flags: ls.LeafFlags = ls.leaf_flags(grads, axis_name="data")
 names: dict[str, str] = ls.bad_leaves(grads, flags)
+alarm = ls.CollapseAlarm(limit=10, on_collapse="raise")
+alarm(signal, state.scale)
+skipped: int = alarm.skipped_in_a_row
 
 like_jmp: drop_ins.LossScale = drop_ins.StaticLossScale(8.0)
 dynamic: drop_ins.DynamicLossScale = drop_ins.DynamicLossScale(
@@ -83,6 +86,7 @@ ls.value_and_grad(loss_of)  # type: ignore[call-arg]
 ls.value_and_grad(loss_of, 8.0)  # type: ignore[arg-type]
 ls.accumulating(loss_of, policy, bad="keep")  # type: ignore[arg-type]
 ls.retrying(step, retries=0.5)  # type: ignore[arg-type]
+ls.CollapseAlarm(on_collapse="print")  # type: ignore[arg-type]
 ls.init(Fixed)  # type: ignore[arg-type]
 lso.loss_scaled(optax.adam(1e-3), 8.0)  # type: ignore[arg-type]
 found.missing  # type: ignore[attr-defined]

@@ -17,6 +17,9 @@ from lossscale.core.state import MEASUREMENTS
 FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
 """The largest float32 number."""
 
+_ROUNDED_TO_MAX = float.fromhex("0x1.ffffffp+127")
+"""What is below it is rounded to a float32 number, such as 3.4028235e38."""
+
 SMALLEST_NORMAL = 2.0**-126
 """The smallest normal float32 number. Its reciprocal is finite."""
 
@@ -65,10 +68,10 @@ def number(name: str, value: Any, expected: str) -> float:
         result = float(value)
     except OverflowError:  # an integer beyond float64
         result = math.inf
-    if not -FLOAT32_MAX <= result <= FLOAT32_MAX:  # NaN fails this as well
+    if not -_ROUNDED_TO_MAX < result < _ROUNDED_TO_MAX:  # NaN fails this as well
         message = f"{name} must be {expected}, got {shown(value)}."
         raise SettingError(message)
-    return result
+    return max(-FLOAT32_MAX, min(result, FLOAT32_MAX))
 
 
 def count(name: str, value: Any) -> int:

@@ -11,6 +11,8 @@ measurements       what `unscale` measures when it is asked to
 norms              a norm in one pass, where squares may leave float32
 reports            which leaf it was, by key path
 signatures         the name of a function for one that takes the state as well
+exporting          our tuples and classes, for `jax.export`
+alarm              a warning of a training that has come to a halt
 agreement          one decision for all devices of a mapped axis
 drop_ins           the names of jmp and flax
 """
@@ -28,7 +30,10 @@ except ModuleNotFoundError as error:
     )
     raise MissingPackageError(_message) from None
 
+from lossscale.core.state import ScaleState, Signal
 from lossscale.jax.accumulation import Accumulated, accumulating
+from lossscale.jax.alarm import CollapseAlarm
+from lossscale.jax.exporting import register_tuple
 from lossscale.jax.leaves import overwritten
 from lossscale.jax.reports import LeafFlags, bad_leaves, leaf_flags
 from lossscale.jax.retrying import Retried, retrying
@@ -36,8 +41,19 @@ from lossscale.jax.selecting import apply_if_finite
 from lossscale.jax.value_and_grad import Differentiated, value_and_grad
 from lossscale.jax.verbs import init, scale, select, unscale, update
 
+for _kind in (
+    ScaleState,
+    Signal,
+    Differentiated,
+    Accumulated,
+    LeafFlags,
+    Retried,
+):
+    register_tuple(_kind)
+
 __all__ = [
     "Accumulated",
+    "CollapseAlarm",
     "Differentiated",
     "LeafFlags",
     "Retried",

@@ -20,8 +20,10 @@ from lossscale.jax.agreement import agreed, devices
 from lossscale.jax.leaves import AsIs, KeyPath, overwritten
 from lossscale.jax.signatures import named_like
 from lossscale.jax.value_and_grad import (
+    as_places,
     check_policy,
     is_differentiable,
+    pick,
     scaled_value_and_grad,
 )
 
@@ -93,16 +95,20 @@ def accumulating(
     """
     check_policy(policy)
     drops = checks.choice("bad", bad, ("drop", "skip")) == "drop"
-    places = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
+    differentiated = as_places("argnums", argnums)
+    cut = as_places("batch_argnums", batch_argnums)
+    places = [cut] if isinstance(cut, int) else list(cut)
 
     @named_like(fun)
     def accumulated(state: ScaleState, /, *args: Any) -> Accumulated:
+        verbs.check_state(state)
+
         def one(total: Any, batch: list[Any]) -> tuple[Any, Any]:
             every = list(args)
             for place, part in zip(places, batch, strict=True):
                 every[place] = part
             value, grads = scaled_value_and_grad(
-                fun, state, tuple(every), {}, argnums=argnums, has_aux=has_aux
+                fun, state, tuple(every), {}, argnums=differentiated, has_aux=has_aux
             )
             unscaled, _, signal = verbs.unscale_alone(
                 grads,
@@ -115,8 +121,8 @@ def accumulating(
                 signal = agreed(signal, axis_name)
             return _added(total, unscaled, signal.finite, as_is), (value, signal)
 
-        batches = [args[place] for place in places]
-        start = _zeros(args, argnums)
+        batches = [pick("batch_argnums", args, place) for place in places]
+        start = _zeros(args, differentiated)
         if _varies(args):
             # Sums vary along axes of a shard_map along which plain zeros do not.
             first = jax.tree.map(lambda rows: rows[0], batches)
@@ -156,7 +162,7 @@ def _varies(tree: Any) -> bool:
     return any(getattr(k, "varying", getattr(k, "vma", None)) for k in kinds)
 
 
-def _zeros(args: tuple[Any, ...], argnums: int | Sequence[int]) -> Any:
+def _zeros(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> Any:
     """Return sums of nothing, in the shapes and dtypes of unscaled gradients."""
 
     def zero(leaf: Any) -> Any:
@@ -164,9 +170,11 @@ def _zeros(args: tuple[Any, ...], argnums: int | Sequence[int]) -> Any:
             return None
         return jnp.zeros_like(leaves.widened(jnp.asarray(leaf)))
 
-    trees = args[argnums] if isinstance(argnums, int) else [args[at] for at in argnums]
-    found = jax.tree.map(zero, trees)
-    return (found if isinstance(argnums, int) else tuple(found)), jnp.asarray(False)
+    if isinstance(argnums, int):
+        trees = pick("argnums", args, argnums)
+    else:
+        trees = tuple(pick("argnums", args, place) for place in argnums)
+    return jax.tree.map(zero, trees), jnp.asarray(False)
 
 
 def _added(carry: Any, grads: Any, finite: Array, as_is: AsIs) -> Any:

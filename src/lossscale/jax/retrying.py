@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bad step once more, on the same batch, at the scale to which it led.
+"""Retry a step that overflowed on the same batch, at the lower scale.
 
 An overflow costs a batch. Where batches are dear, the step is computed again at the
 lower scale, a bounded number of times, inside `jit`.
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from lossscale.core import checks
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.jax.selecting import choose
 from lossscale.jax.signatures import named_like
 from lossscale.jax.value_and_grad import Differentiated
 
@@ -33,7 +34,8 @@ class Retried(NamedTuple):
     signal: Signal
     """What the last attempt saw; it may be bad still."""
     state: ScaleState
-    """The state for the next step: every attempt has moved it."""
+    """The state for the next step: every attempt has moved it, unless none could
+    help."""
     retries: Array
     """How many attempts followed the first one."""
 
@@ -45,7 +47,9 @@ def retrying(
 
     It ends with a finite step, after `retries` attempts more, or where another attempt
     could not differ: the policy has not lowered the scale (it is at its floor, or waits
-    for more overflows), or the loss itself was not finite.
+    for more overflows), or the loss itself was not finite. If all attempts overflow,
+    one more at a scale of 2**-126 tells whether any scale would do: if not, as with the
+    gradient of a square root at 0, the step counts as one overflow.
 
     The step is compiled twice: once alone and once in a `lax.while_loop`, through which
     JAX cannot differentiate backwards. Draw no random numbers from a changing source in
@@ -74,25 +78,52 @@ def retrying(
     def retried(state: ScaleState, /, *args: Any, **kwargs: Any) -> Retried:
         first = step(state, *args, **kwargs)
 
-        def may_differ(carry: tuple[Array, Array, Differentiated]) -> Array:
-            attempts, before, found = carry
-            signal = found.signal
-            useful = ~signal.finite & (found.state.scale < before)
+        def is_useful(carry: _Carry) -> Array:
+            signal = carry.found.signal
+            useful = ~signal.finite & (carry.found.state.scale < carry.before)
             if signal.loss_finite is not None:
                 useful &= signal.loss_finite
-            return useful & (attempts < limit)
+            return useful & (carry.attempts <= limit)
 
-        def again(
-            carry: tuple[Array, Array, Differentiated],
-        ) -> tuple[Array, Array, Differentiated]:
-            attempts, _, found = carry
-            return attempts + 1, found.state.scale, step(found.state, *args, **kwargs)
+        def again(carry: _Carry) -> _Carry:
+            attempts, before, found, _ = carry
+            probes = attempts == limit
+            lowest = jnp.full_like(before, checks.SMALLEST_NORMAL)
+            scale = jnp.where(probes, lowest, found.state.scale)
+            new = step(found.state._replace(scale=scale), *args, **kwargs)
+            kept = choose(~probes, new, found, finite_only=False)
+            return _Carry(
+                attempts + 1,
+                jnp.where(probes, before, found.state.scale),
+                kept,
+                probes & ~new.signal.finite,
+            )
 
         # Zeros of the next scale vary along the axes of a shard_map as it does.
         zero = jnp.zeros_like(first.state.scale)
         start = jnp.asarray(state.scale, jnp.float32) + zero
-        carry = (jnp.zeros_like(zero, jnp.int32), start, first)
-        attempts, _, last = jax.lax.while_loop(may_differ, again, carry)
-        return Retried(last.value, last.grads, last.signal, last.state, attempts)
+        count = jnp.zeros_like(zero, jnp.int32)
+        carry = _Carry(count, start, first, count > 0)
+        attempts, _, last, hopeless = jax.lax.while_loop(is_useful, again, carry)
+        return Retried(
+            last.value,
+            last.grads,
+            last.signal,
+            choose(hopeless, first.state, last.state, finite_only=False),
+            jnp.minimum(attempts, limit),
+        )
 
     return retried
+
+
+class _Carry(NamedTuple):
+    """What goes from attempt to attempt."""
+
+    attempts: Array
+    """How many were made after the first; the one after the last allowed probes."""
+    before: Array
+    """The scale of the last attempt."""
+    found: Differentiated
+    """What it found."""
+    hopeless: Array
+    """Whether the gradients are not finite at the lowest scale either."""

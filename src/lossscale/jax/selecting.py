@@ -40,8 +40,8 @@ def select(finite: Any, new: Any, old: Any) -> Any:
 
     Raises:
         GradientError: If `finite` is anything but one boolean.
-        StructureError: If the two do not have the same structure, or if two leaves
-            cannot stand for each other.
+        StructureError: If the two do not have the same structure, if two leaves cannot
+            replace each other, or if both hold the very same arrays.
 
     Example:
         >>> import jax.numpy as jnp, lossscale.jax as ls
@@ -53,11 +53,38 @@ def select(finite: Any, new: Any, old: Any) -> Any:
     check_same_structure(new, old)
     if isinstance(finite, (bool, np.bool_)):
         return new if finite else old
+    _refuse_same_arrays(new, old)
+    return choose(chosen, new, old)
 
-    def choose(path: KeyPath, first: Any, second: Any) -> Any:
-        return _choose(path, chosen, first, second)
 
-    return jax.tree_util.tree_map_with_path(choose, new, old)
+def choose(chosen: Any, new: Any, old: Any, *, finite_only: bool = True) -> Any:
+    """Return one of two trees of the same structure by a flag, leaf by leaf.
+
+    Args:
+        chosen: A boolean array of no dimension.
+        new: A pytree.
+        old: A pytree.
+        finite_only: Whether infinities and NaN of `new` are left out.
+    """
+
+    def one(path: KeyPath, first: Any, second: Any) -> Any:
+        return _choose(path, chosen, first, second, finite_only=finite_only)
+
+    return jax.tree_util.tree_map_with_path(one, new, old)
+
+
+def _refuse_same_arrays(new: Any, old: Any) -> None:
+    """Raise if there is nothing to choose from."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    arrays = [(first, second) for first, second in pairs if _is_array(first)]
+    if not arrays or any(first is not second for first, second in arrays):
+        return
+    message = (
+        "The new and the old tree hold the very same arrays: there is nothing to "
+        "select. Two calls of nnx.state(model) refer to the same variables: take "
+        "nnx.as_pure(nnx.state(model)) before the step and after it."
+    )
+    raise StructureError(message)
 
 
 def keep_finite(new: Any, old: Any) -> Any:
@@ -144,7 +171,9 @@ def check_same_structure(new: Any, old: Any) -> None:
     raise StructureError(message)
 
 
-def _choose(path: KeyPath, chosen: Any, new: Any, old: Any) -> Any:
+def _choose(
+    path: KeyPath, chosen: Any, new: Any, old: Any, *, finite_only: bool
+) -> Any:
     """Return one of two leaves; the other's NaN does not matter."""
     if new is old:
         return new
@@ -164,7 +193,9 @@ def _choose(path: KeyPath, chosen: Any, new: Any, old: Any) -> Any:
         raise StructureError(message)
     if kinds[0][0] == jax.dtypes.float0:
         return new  # it holds nothing
-    return jnp.where(chosen & _is_finite(new), new, old)
+    if finite_only:
+        chosen = chosen & _is_finite(new)
+    return jnp.where(chosen, new, old)
 
 
 def _is_finite(array: Any) -> Any:

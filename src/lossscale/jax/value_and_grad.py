@@ -5,6 +5,8 @@ The scale comes in as an argument and the next one goes out as a result. What is
 back was unscaled with the scale that came in, never with the next one.
 """
 
+import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +15,12 @@ import jax.numpy as jnp
 
 from lossscale.core import checks
 from lossscale.core.checks import shown
-from lossscale.core.errors import GradientError, SettingTypeError
+from lossscale.core.errors import (
+    ContextError,
+    GradientError,
+    SettingError,
+    SettingTypeError,
+)
 from lossscale.core.policies import Policy
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.jax import verbs
@@ -69,8 +76,13 @@ def value_and_grad(
         as_is: Which gradients are not unscaled; see `unscale`.
 
     Raises:
-        SettingTypeError: If `policy` is not a policy.
-        SettingError: If a measurement is not known.
+        SettingTypeError: If `policy` is not a policy, or `argnums` no numbers.
+        SettingError: If a measurement is not known; from the call, if there is no
+            argument at `argnums`.
+        StateError: From the call, if its first argument is not a `ScaleState`.
+        GradientError: From the call, if `fun` does not return what it should.
+        ContextError: From the call, if an nnx module has state besides parameters,
+            which would be lost.
 
     Example:
         >>> import jax, jax.numpy as jnp, lossscale, lossscale.jax as ls
@@ -84,13 +96,15 @@ def value_and_grad(
     """
     check_policy(policy)
     names = checks.measurements(measure)
+    places = as_places("argnums", argnums)
 
     @named_like(fun)
     def differentiated(
         state: ScaleState, /, *args: Any, **kwargs: Any
     ) -> Differentiated:
+        verbs.check_state(state)
         value, grads = scaled_value_and_grad(
-            fun, state, args, kwargs, argnums=argnums, has_aux=has_aux
+            fun, state, args, kwargs, argnums=places, has_aux=has_aux
         )
         unscaled, signal = verbs.unscale(
             grads,
@@ -112,17 +126,18 @@ def scaled_value_and_grad(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    argnums: int | Sequence[int],
+    argnums: int | tuple[int, ...],
     has_aux: bool,
 ) -> tuple[Any, Any]:
     """Return what `fun` returns, not scaled, and the gradients, still scaled."""
     places = [argnums] if isinstance(argnums, int) else list(argnums)
-    parts = [_Parts(args[place]) for place in places]
+    chosen = [pick("argnums", args, place) for place in places]
+    _refuse_lost_state(chosen)
+    parts = [_Parts(argument) for argument in chosen]
     if not any(leaf is not None for part in parts for leaf in part.floats):
         message = (
             f"There is nothing to differentiate in the arguments at argnums={argnums}: "
-            f"{shown(tuple(args[place] for place in places))}. Expected floating-point "
-            "arrays."
+            f"{shown(tuple(chosen))}. Expected floating-point arrays."
         )
         raise GradientError(message)
 
@@ -131,8 +146,7 @@ def scaled_value_and_grad(
         for place, part, values in zip(places, parts, floats, strict=True):
             every[place] = part.with_floats(values)
         result = fun(*every, **kwargs)
-        loss = result[0] if has_aux else result
-        return verbs.scale(loss, state), result
+        return verbs.scale(_loss_in(result, has_aux=has_aux), state), result
 
     differentiate = jax.value_and_grad(scaled, has_aux=True)
     (_, value), found = differentiate([part.floats for part in parts])
@@ -148,6 +162,78 @@ def check_policy(policy: Any) -> None:
             f"{shown(policy)}."
         )
         raise SettingTypeError(message)
+
+
+def as_places(name: str, argnums: Any) -> int | tuple[int, ...]:
+    """Return positions of arguments as Python integers: one, or several."""
+    try:
+        return operator.index(argnums)
+    except TypeError:
+        pass
+    try:
+        return tuple(operator.index(place) for place in argnums)
+    except TypeError:
+        message = (
+            f"{name} must be a position of an argument, such as 0, or several, such "
+            f"as (0, 1), got {shown(argnums)}."
+        )
+        raise SettingTypeError(message) from None
+
+
+def pick(name: str, args: tuple[Any, ...], place: int) -> Any:
+    """Return the argument at a position, or raise."""
+    if -len(args) <= place < len(args):
+        return args[place]
+    message = (
+        f"{name}={place}, and the function was called with {len(args)} positional "
+        "arguments. Positions count from 0, without the state."
+    )
+    raise SettingError(message)
+
+
+def _loss_in(result: Any, *, has_aux: bool) -> Any:
+    """Return the loss in what a function returned, or raise."""
+    if not has_aux and not isinstance(result, tuple):
+        return result
+    if has_aux and isinstance(result, tuple) and len(result) == _PAIR:
+        return result[0]
+    kind = type(result).__name__
+    given = f"a {kind} of {len(result)}" if isinstance(result, tuple) else f"a {kind}"
+    message = (
+        f"The function returned {given}. With has_aux=True it must return a pair of "
+        "the loss and anything else; without it, the loss alone."
+    )
+    raise GradientError(message)
+
+
+_PAIR = 2
+
+
+def _refuse_lost_state(arguments: list[Any]) -> None:
+    """Raise if an nnx module has state that a call would change and lose.
+
+    JAX differentiates a copy of the module. What the call writes into it (batch
+    statistics, random counters) would be written into the copy.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    for argument in arguments:
+        nodes = jax.tree.leaves(argument, is_leaf=lambda n: isinstance(n, nnx.Module))
+        for node in nodes:
+            if isinstance(node, nnx.Module) and jax.tree.leaves(
+                nnx.state(node, nnx.Not(nnx.Param))
+            ):
+                message = (
+                    f"The nnx module {type(node).__name__} has state besides its "
+                    "parameters, such as batch statistics or random counters, which "
+                    "would be lost. Split it and return that state: "
+                    "graphdef, params, rest = nnx.split(model, nnx.Param, ...); in the "
+                    "loss function, model = nnx.merge(graphdef, params, rest, "
+                    "copy=True), and return loss, nnx.state(model, "
+                    "nnx.Not(nnx.Param)) with has_aux=True."
+                )
+                raise ContextError(message)
 
 
 class _Parts:

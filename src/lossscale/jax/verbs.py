@@ -21,11 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core import checks
+from lossscale.core import checks, portable
 from lossscale.core.checks import shown
-from lossscale.core.errors import GradientError
-from lossscale.core.policies import Policy, advance
-from lossscale.core.portable import check_state
+from lossscale.core.errors import GradientError, StateError
+from lossscale.core.policies import Dynamic, Policy, advance
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.jax import leaves
 from lossscale.jax.agreement import agreed, devices
@@ -46,7 +45,9 @@ def init(
 
     Args:
         policy: Any policy.
-        state: A state to go on from, such as one that `from_portable` returned.
+        state: A state to go on from, such as one that `from_portable` returned. A
+            scale beyond the policy's `max_scale`, as another library's may be, starts
+            there: clean steps would leave it where it is.
         device: Where its arrays go: a device or a sharding. A step over a mesh returns
             its state on all of it; one that starts there as well, with
             `NamedSharding(mesh, PartitionSpec())`, is not compiled a second time.
@@ -59,7 +60,9 @@ def init(
         >>> ls.init(lossscale.Dynamic()).scale
         Array(65536., dtype=float32)
     """
-    first = policy.init() if state is None else check_state(policy, state)
+    first = policy.init() if state is None else portable.check_state(policy, state)
+    if isinstance(policy, Dynamic):
+        first = first._replace(scale=min(first.scale, policy.max_scale))
     strong = _strong(first)
     return strong if device is None else jax.device_put(strong, device)
 
@@ -73,12 +76,14 @@ def scale(loss: Any, state: ScaleState) -> Any:
 
     Raises:
         GradientError: If a loss is not a real floating-point number.
+        StateError: If `state` is not a `ScaleState`.
 
     Example:
         >>> import jax.numpy as jnp, lossscale, lossscale.jax as ls
         >>> ls.scale(jnp.float16(2.0), ls.init(lossscale.Fixed(1024.0)))
         Array(2048., dtype=float32)
     """
+    check_state(state)
     factor = jnp.asarray(state.scale, jnp.float32)
 
     def multiply(path: KeyPath, leaf: Any) -> Array:
@@ -131,6 +136,7 @@ def unscale(
 
     Raises:
         GradientError: If a gradient is not floating-point.
+        StateError: If `state` is not a `ScaleState`.
 
     Example:
         >>> import jax.numpy as jnp, lossscale, lossscale.jax as ls
@@ -156,6 +162,7 @@ def unscale_alone(
 
     Returns the gradients, the same in a list, and what the check found.
     """
+    check_state(state)
     inverse = 1.0 / jnp.asarray(state.scale, jnp.float32)
     # The reciprocal of an infinite scale is 0, and so is that of one above 2**126 where
     # subnormal numbers are taken for zero: every gradient would be 0 and every step
@@ -182,6 +189,7 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
 
     Raises:
         GradientError: If `signal` is not a `Signal`, or its flag is not boolean.
+        StateError: If `state` is not a `ScaleState`.
 
     Example:
         >>> import lossscale, lossscale.jax as ls
@@ -192,6 +200,7 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
     if not isinstance(signal, Signal):
         message = f"signal must be a Signal, such as unscale returns; got {signal!r}."
         raise GradientError(message)
+    check_state(state)
     if isinstance(state.scale, (jax.Array, np.ndarray, np.generic)):
         before = _strong(state)
     else:
@@ -207,6 +216,19 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
     if signal.too_large is not None:
         checked = checked._replace(too_large=leaves.flags(signal.too_large))
     return _strong(advance(policy, before, checked, where=jnp.where))
+
+
+def check_state(state: Any) -> None:
+    """Raise unless this is a state, where arguments are easily confused."""
+    if isinstance(state, ScaleState):
+        return
+    message = (
+        f"The state is a {type(state).__name__}, expected a ScaleState: what "
+        "init(policy) or the step before returned. The state comes first in a step, "
+        "as in step(state, params, batch), and second in scale(loss, state), "
+        "unscale(grads, state) and update(policy, state, signal)."
+    )
+    raise StateError(message)
 
 
 def _strong(state: ScaleState) -> ScaleState:

@@ -100,7 +100,9 @@ def _is_hidden(leaf: Any) -> bool:
 def _is_number(leaf: Any) -> bool:
     """Whether zeros can be made of a leaf, and added to it."""
     dtype = getattr(leaf, "dtype", None)
-    return isinstance(leaf, int) if dtype is None else jnp.issubdtype(dtype, jnp.number)
+    if dtype is None:
+        return isinstance(leaf, int)
+    return dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.number)
 
 
 def _is_float(dtype: Any) -> bool:

@@ -13,6 +13,7 @@ import jax
 from lossscale.core.errors import StateError
 from lossscale.core.state import Array, ScaleState
 from lossscale.jax import verbs
+from lossscale.jax.exporting import register_tuple
 
 
 class LossScaledState(NamedTuple):
@@ -49,6 +50,9 @@ class LossScaledState(NamedTuple):
             return getattr(self.inner_state, name)
         message = f"{type(self).__name__!r} object has no attribute {name!r}"
         raise AttributeError(message)
+
+
+register_tuple(LossScaledState)
 
 
 def find_states(opt_state: Any) -> list[LossScaledState]:
@@ -138,7 +142,8 @@ def with_scale_state(opt_state: Any, state: ScaleState) -> Any:
         state: What `lossscale.jax.init(policy, state)` returned.
 
     Raises:
-        StateError: If it holds no loss scale, or more than one.
+        StateError: If it holds no loss scale, or more than one, or if `state` is not
+            a `ScaleState`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -153,6 +158,12 @@ def with_scale_state(opt_state: Any, state: ScaleState) -> Any:
         Array(512., dtype=float32)
     """
     _the_one(opt_state)
+    if not isinstance(state, ScaleState):
+        message = (
+            f"The new state is a {type(state).__name__}, expected a ScaleState, such "
+            "as lossscale.jax.init(policy, state) returns."
+        )
+        raise StateError(message)
 
     def replace(node: Any) -> Any:
         return node._replace(scale_state=state) if _is_state(node) else node

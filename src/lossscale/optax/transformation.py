@@ -30,7 +30,7 @@ from lossscale.core.state import Array
 from lossscale.jax import verbs
 from lossscale.jax.agreement import agreed
 from lossscale.jax.leaves import AsIs, overwritten
-from lossscale.jax.selecting import check_same_structure, keep_finite
+from lossscale.jax.selecting import check_same_structure, choose, keep_finite
 from lossscale.jax.value_and_grad import check_policy
 from lossscale.optax import parameters
 from lossscale.optax.states import LossScaledState, find_states
@@ -142,9 +142,11 @@ def loss_scaled(
             moved, inner_state = _branch(signal.finite, take, state.inner_state)
         else:
             moved, inner_state = take()
+            check_same_structure(inner_state, state.inner_state)
             zeros = jax.tree.map(jnp.zeros_like, moved)
-            moved = verbs.select(signal.finite, moved, zeros)
-            inner_state = verbs.select(signal.finite, inner_state, state.inner_state)
+            moved, inner_state = choose(
+                signal.finite, (moved, inner_state), (zeros, state.inner_state)
+            )
         return moved, LossScaledState(
             scale_state=verbs.update(settings, state.scale_state, signal),
             inner_state=inner_state,

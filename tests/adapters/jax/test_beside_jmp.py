@@ -101,12 +101,16 @@ def test_the_floor_survives_what_jmps_does_not():
         assert 0.25 == passed(ours).min_loss_scale, name
 
 
-def test_a_scale_in_half_precision_is_widened_where_jmp_raises():
-    theirs, ours = both(jnp.float16(2.0**15))
+def test_a_scale_in_half_precision_moves_where_jmp_raises():
+    theirs, ours = both(jnp.float16(2.0**15), period=1)
     with pytest.raises(TypeError, match="same dtypes"):
         theirs.adjust(FALSE)
-    assert 2.0**14 == ours.adjust(FALSE).loss_scale
-    assert jnp.float32 == ours.adjust(FALSE).loss_scale.dtype
+    lower = ours.adjust(FALSE)
+    assert (2.0**14, jnp.float16) == (lower.loss_scale, lower.loss_scale.dtype)
+    # float16 has no 2**16, and no number that half of its smallest would be.
+    assert 2.0**15 == ours.adjust(TRUE).loss_scale
+    least = drop_ins.DynamicLossScale(jnp.float16(2.0**-24), min_loss_scale=0.0)
+    assert 2.0**-24 == least.adjust(FALSE).loss_scale
 
 
 def test_ahead_of_time_compilation_knows_its_arguments_where_jmps_raises():
@@ -136,6 +140,57 @@ def test_half_precision_is_scaled_and_unscaled_in_float32():
     theirs, ours = both(jnp.float32(2.0**15))
     check_same(theirs.scale(tree), ours.scale(tree))
     check_same(theirs.unscale(tree), ours.unscale(tree))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", "int8"])
+@pytest.mark.parametrize(
+    "scale",
+    [8, 8.0, np.float16(8.0), jnp.bfloat16(8.0), jnp.float16(8.0), jnp.float32(8.0)],
+    ids=lambda scale: f"{type(scale).__name__} {getattr(scale, 'dtype', '')}",
+)
+@pytest.mark.parametrize("kind", ["StaticLossScale", "DynamicLossScale"])
+def test_unscaled_leaves_have_the_dtypes_of_jmp(kind, scale, dtype):
+    if kind == "DynamicLossScale" and not hasattr(scale, "dtype"):
+        scale = jnp.float32(scale)  # jmp's own changes its dtype after a step
+    tree = {"a": jnp.array([64, 16], dtype), "b": None}
+    theirs, ours = (getattr(names, kind)(scale) for names in (jmp, drop_ins))
+    check_same(theirs.unscale(tree), ours.unscale(tree))
+    if dtype.startswith("int"):
+        check_same(theirs.scale(tree), ours.scale(tree))
+
+
+def test_a_training_step_in_float16_alone_runs_with_ours():
+    """`p - 0.1 * g` became float32, and select_tree refused it."""
+    scaler = drop_ins.DynamicLossScale(jnp.float16(2.0**10))
+    params = jnp.ones(2, jnp.float16)
+
+    @jax.jit
+    def step(params, scaler):
+        grads = jax.grad(lambda p: scaler.scale(jnp.sum(p * p)))(params)
+        grads = scaler.unscale(grads)
+        finite = drop_ins.all_finite(grads)
+        new = drop_ins.select_tree(finite, params - 0.25 * grads, params)
+        return new, scaler.adjust(finite)
+
+    params, scaler = step(params, scaler)
+    assert (jnp.float16, [0.5, 0.5]) == (params.dtype, params.tolist())
+
+
+def test_a_static_scale_may_be_traced():
+    def scaled(scale, x):
+        scaler = drop_ins.StaticLossScale(scale)
+        return scaler.unscale(scaler.scale(x)), scaler.adjust(TRUE).loss_scale
+
+    again, scale = jax.jit(scaled)(8.0, jnp.float32(3.0))
+    assert (3.0, 8.0) == (again, scale)
+
+
+def test_integers_as_scales_are_warned_of_as_jmp_does():
+    for names in (jmp, drop_ins):
+        with pytest.warns(UserWarning, match="Expected floating type for loss_scale"):
+            names.DynamicLossScale(jnp.int32(8))
+        with pytest.warns(UserWarning, match="Expected floating type for min_loss"):
+            names.DynamicLossScale(jnp.float32(8.0), min_loss_scale=jnp.int32(1))
 
 
 def test_a_scale_has_two_leaves_and_equals_itself_after_a_map():
@@ -221,8 +276,13 @@ def test_select_tree_is_jmps():
         check_same(jmp.select_tree(flag, a, b), drop_ins.select_tree(flag, a, b))
         under_jit = jax.jit(drop_ins.select_tree)(flag, a, b)
         check_same(jmp.select_tree(flag, a, b), under_jit)
-    with pytest.raises(GradientError):
-        drop_ins.select_tree(jnp.array([True, False]), a, b)
+    nan = {"x": jnp.full(2, jnp.nan), "y": None}
+    check_same(jmp.select_tree(TRUE, nan, b), drop_ins.select_tree(TRUE, nan, b))
+    for wrong in (jnp.array([True, False]), jnp.ones([1]), jnp.float32(1.0)):
+        with pytest.raises(GradientError, match="expected boolean scalar"):
+            drop_ins.select_tree(wrong, a, b)
+        with pytest.raises(AssertionError):
+            drop_ins.select_tree(wrong, a, b)
     with pytest.raises(StructureError):
         drop_ins.select_tree(TRUE, a, {"x": jnp.ones(2)})
 

@@ -14,7 +14,14 @@ from helpers.trees import check_same  # noqa: E402
 
 import lossscale.jax as verbs  # noqa: E402
 import lossscale.optax as ls  # noqa: E402
-from lossscale import Dynamic, ScaleState, from_portable, to_portable  # noqa: E402
+from lossscale import (  # noqa: E402
+    Dynamic,
+    Fixed,
+    ScaleState,
+    from_portable,
+    to_portable,
+)
+from lossscale.core.errors import ContextError, StructureError  # noqa: E402
 
 POLICY = Dynamic(init_scale=2.0**40, growth_interval=10)
 """It starts so high that the first float16 gradients overflow."""
@@ -170,6 +177,133 @@ def test_an_nnx_optimizer_trains_and_stands_still_on_a_bad_step():
     assert skipped == optimizer.opt_state.total_notfinite[...]
     assert losses[-1] < 0.2 * losses[0]
     assert 2.0**40 > ls.get_scale(optimizer) == ls.get_scale(optimizer.opt_state)
+
+
+class Noisy(nnx.Module):
+    """A network with batch statistics and random numbers."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 32, dtype=jnp.float16, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.last = nnx.Linear(32, 1, dtype=jnp.float16, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.dropout(nnx.relu(self.norm(self.first(x))))
+        return self.last(x).astype(jnp.float32)
+
+
+def squared_error(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def evaluate(model):
+    model.eval()
+    value = float(squared_error(model, *batch()))
+    model.train()
+    return value
+
+
+def bad_batch():
+    x, y = batch()
+    return x.at[0, 0].set(jnp.inf), y
+
+
+def test_an_nnx_module_whose_state_would_be_lost_is_refused():
+    """Dropout masks were equal at every step, and batch statistics never moved."""
+    step = verbs.value_and_grad(squared_error, POLICY)
+    model = Noisy(nnx.Rngs(0))
+    for argument in (model, {"inside": model}):
+        with pytest.raises(ContextError, match=r"Noisy .* nnx\.split"):
+            step(verbs.init(POLICY), argument, *batch())
+
+
+def test_an_nnx_module_of_parameters_alone_is_differentiated():
+    model = nnx_model()
+    expected = nnx.grad(squared_error)(model, *batch())
+    policy = Fixed(1.0)
+    found = verbs.value_and_grad(squared_error, policy)(
+        verbs.init(policy), model, *batch()
+    )
+    expected, actual = (jax.tree.leaves(tree) for tree in (expected, found.grads))
+    assert 4 == len(expected) == len(actual)
+    for one, other in zip(expected, actual, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_split_nnx_module_trains_with_its_state_in_value_and_grad():
+    model = Noisy(nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    optimizer = optax.adam(0.02)
+
+    def loss(params, rest, x, y):
+        copy = nnx.merge(graphdef, params, rest, copy=True)
+        return squared_error(copy, x, y), nnx.state(copy, nnx.Not(nnx.Param))
+
+    @jax.jit
+    def step(state, train, x, y):
+        params, rest, inner = train
+        found = verbs.value_and_grad(loss, POLICY, has_aux=True)(
+            state, params, rest, x, y
+        )
+        updates, inner = optimizer.update(found.grads, inner, params)
+        new = optax.apply_updates(params, updates), found.value[1], inner
+        return found.state, verbs.select(found.signal.finite, new, train)
+
+    state, train = verbs.init(POLICY), (params, rest, optimizer.init(params))
+    before = evaluate(model)
+    counts = []
+    for number in range(120):
+        previous = train
+        state, train = step(state, train, *(bad_batch() if number == 80 else batch()))
+        if number == 80:
+            check_same(previous[::2], train[::2])
+            check_same(previous[1]["norm"], train[1]["norm"])
+        counts.append(int(train[1]["dropout"]["rngs"]["count"][...]))
+    nnx.update(model, *train[:2])
+    assert evaluate(model) < 0.2 * before
+    # Random numbers of its own at every step that was applied.
+    assert list(range(1, counts[-1] + 1)) == sorted({*counts} - {0})
+    assert np.all(model.norm.mean[...] != 0)
+
+
+def test_batch_statistics_are_held_beside_an_nnx_optimizer():
+    """An infinite batch left NaN in them for ever."""
+    model = Noisy(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(
+        model, ls.loss_scaled(optax.adam(0.02), POLICY), wrt=nnx.Param
+    )
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        statistics = nnx.as_pure(nnx.state(model, nnx.BatchStat))
+        scale = ls.scale_state(optimizer)
+
+        def loss(model):
+            return verbs.scale(squared_error(model, x, y), scale)
+
+        optimizer.update(model, nnx.grad(loss)(model))
+        new = nnx.as_pure(nnx.state(model, nnx.BatchStat))
+        finite = optimizer.opt_state.last_finite[...]
+        nnx.update(model, verbs.select(finite, new, statistics))
+
+    before = evaluate(model)
+    for number in range(120):
+        step(model, optimizer, *(bad_batch() if number == 80 else batch()))
+        assert all(
+            np.isfinite(x).all()
+            for x in jax.tree.leaves(nnx.state(model, nnx.BatchStat))
+        )
+    assert evaluate(model) < 0.2 * before
+
+
+def test_two_states_of_one_nnx_module_are_refused_by_select():
+    model = Noisy(nnx.Rngs(0))
+    old = nnx.state(model, nnx.BatchStat)
+    model(jnp.full((2, 4), jnp.inf))
+    new = nnx.state(model, nnx.BatchStat)
+    with pytest.raises(StructureError, match=r"nnx\.as_pure"):
+        verbs.select(jnp.bool_(False), new, old)
 
 
 def test_an_nnx_optimizers_scale_becomes_portable():

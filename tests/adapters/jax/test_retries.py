@@ -122,3 +122,24 @@ def test_a_retry_counts_in_a_scan():
 def test_a_number_of_retries_is_wanted(wrong):
     with pytest.raises(LossScaleError, match="retries"):
         ls.retrying(ls.value_and_grad(loss_of, Dynamic()), retries=wrong)
+
+
+def test_a_gradient_that_is_infinite_at_every_scale_counts_as_one_overflow():
+    """Each step took the scale down by 2**4: sqrt has an infinite gradient at 0."""
+    policy = Dynamic(init_scale=2.0**16)
+    step = jax.jit(ls.retrying(ls.value_and_grad(jnp.sqrt, policy), retries=3))
+    found = step(ls.init(policy), jnp.float32(0.0))
+    assert not bool(found.signal.finite)
+    assert (3, 2.0**15) == (found.retries, found.state.scale)
+    assert jnp.isinf(found.grads)
+
+
+def test_lanes_that_need_more_attempts_keep_their_lower_scale():
+    policy = Dynamic(init_scale=2.0**15)
+    step = ls.retrying(ls.value_and_grad(loss_of, policy), retries=1)
+    lanes = jax.jit(jax.vmap(step, in_axes=(None, None, 0)))
+    x = jnp.array([jnp.inf, 0.5, 16.0, 2.0], jnp.float16)
+    found = lanes(ls.init(policy), jnp.float32(0.0), x)
+    # The loss of the first lane is NaN, which no scale helps.
+    assert [0, 0, 1, 1] == found.retries.tolist()
+    assert [2.0**14, 2.0**15, 2.0**13, 2.0**14] == found.state.scale.tolist()

@@ -285,6 +285,35 @@ def test_optax_finds_the_parts_of_the_state():
     assert 4.0 == ls.get_scale(changed)
 
 
+def test_optax_finds_the_scale_beside_others_of_that_name():
+    """A plateau has a `scale` too; the name of the tuple tells them apart."""
+    inner = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau())
+    state = ls.loss_scaled(inner, Fixed(8.0)).init(PARAMS)
+    assert 8.0 == optax.tree.get(state, "scale_state").scale
+    assert 8.0 == optax.tree.get(state, "ScaleState").scale
+    assert 8.0 == ls.get_scale(state)
+    with pytest.raises(KeyError, match="multiple"):
+        optax.tree.get(state, "scale")
+
+
+def test_functions_of_optax_read_the_fields_of_the_inner_state():
+    schedule_free = optax.contrib.schedule_free_sgd(0.1)
+    optimizer = ls.loss_scaled(schedule_free, Fixed(8.0))
+    plain, state = schedule_free.init(PARAMS), optimizer.init(PARAMS)
+    check_same(
+        optax.contrib.schedule_free_eval_params(plain, PARAMS),
+        optax.contrib.schedule_free_eval_params(state, PARAMS),
+    )
+    multi = ls.loss_scaled(
+        optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), Fixed(8.0)
+    )
+    assert 0 == multi.init(PARAMS).mini_step
+    injected = ls.loss_scaled(optax.inject_hyperparams(optax.sgd)(0.5), Fixed(8.0))
+    assert 0.5 == injected.init(PARAMS).hyperparams["learning_rate"]
+    for name in ("shape", "dtype", "missing", "__array__"):
+        assert not hasattr(state, name)
+
+
 def test_optax_maps_over_the_parameters_in_the_state():
     optimizer = ls.loss_scaled(optax.adam(0.1), Fixed(8.0))
     state = optimizer.init(PARAMS)

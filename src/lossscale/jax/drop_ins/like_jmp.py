@@ -2,20 +2,26 @@
 """jmp's loss scales: three kinds with `scale`, `unscale` and `adjust`; two functions.
 
 Each takes the steps of the original. Its floor survives `jit` here: settings are
-static. A scale in float16, as jmp's own introduction has it, is kept in float32.
+static. A dtype is jmp's: float16 gradients stay float16 by a scale in float16, as
+jmp's own introduction has it, or by a Python number, and become float32 by one in
+float32. The arithmetic is float32 in between, and a scaled loss stays float32.
 """
 
 import functools
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from lossscale.core import checks, presets
+from lossscale.core import checks, headroom, presets
+from lossscale.core.checks import shown
+from lossscale.core.errors import GradientError
 from lossscale.core.policies import Dynamic
 from lossscale.core.state import Array, ScaleState, Signal
-from lossscale.jax import verbs
+from lossscale.jax import leaves, selecting, verbs
 from lossscale.jax.drop_ins import trees
 
 
@@ -60,28 +66,28 @@ class StaticLossScale:
     """
 
     loss_scale: Any
-    """The scale, kept as a Python number."""
+    """The scale: a Python number, or a NumPy scalar if it came as an array."""
 
     def __post_init__(self) -> None:
-        """Check the scale."""
-        value = checks.scale("loss_scale", trees.number(self.loss_scale))
-        object.__setattr__(self, "loss_scale", value)
+        """Check the scale, unless it is being traced."""
+        if isinstance(self.loss_scale, jax.core.Tracer):
+            return
+        checks.scale("loss_scale", trees.number(self.loss_scale))
+        if isinstance(self.loss_scale, (jax.Array, np.ndarray)):
+            object.__setattr__(self, "loss_scale", np.asarray(self.loss_scale)[()])
 
     def scale(self, tree: Any) -> Any:
-        """Return the tree times the scale, in float32."""
-        return verbs.scale(tree, self._state())
+        """Return the tree times the scale; floats in float32."""
+        return _scaled(tree, self.loss_scale)
 
     def unscale(self, tree: Any) -> Any:
-        """Return the tree divided by the scale, in float32."""
-        return verbs.unscale(tree, self._state())[0]
+        """Return the tree divided by the scale, in jmp's dtypes."""
+        return _unscaled(tree, self.loss_scale)
 
     def adjust(self, grads_finite: Array) -> "StaticLossScale":
         """Return the same scale."""
         del grads_finite
         return self
-
-    def _state(self) -> ScaleState:
-        return trees.state(self.loss_scale, 0)
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class DynamicLossScale:
     """
 
     loss_scale: Any
-    """The scale; kept in float32 whatever it comes in."""
+    """The scale; float16 and bfloat16 stay, anything else is kept in float32."""
     counter: Any = 0
     """Clean steps counted towards the next growth."""
     period: int = 2000
@@ -109,12 +115,16 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         """Keep arrays in their one dtype, and check the settings."""
+        _warn_unless_floating("loss_scale", self.loss_scale)
+        _warn_unless_floating("min_loss_scale", self.min_loss_scale)
         period, floor = (
             trees.number(self.period),
             float(trees.number(self.min_loss_scale)),
         )
+        given = getattr(self.loss_scale, "dtype", None)
+        narrow = str(given) in headroom.NARROW
         values = {
-            "loss_scale": jnp.asarray(self.loss_scale, jnp.float32),
+            "loss_scale": jnp.asarray(self.loss_scale, given if narrow else "float32"),
             "counter": jnp.asarray(self.counter, jnp.int32),
             "period": int(period) if period == int(period) else period,
             "factor": trees.number(self.factor),
@@ -126,12 +136,12 @@ class DynamicLossScale:
         trees.tell_flax(DynamicLossScale)
 
     def scale(self, tree: Any) -> Any:
-        """Return the tree times the scale, in float32."""
-        return verbs.scale(tree, self._state())
+        """Return the tree times the scale; floats in float32."""
+        return _scaled(tree, self.loss_scale)
 
     def unscale(self, tree: Any) -> Any:
-        """Return the tree divided by the scale, in float32."""
-        return verbs.unscale(tree, self._state())[0]
+        """Return the tree divided by the scale, in jmp's dtypes."""
+        return _unscaled(tree, self.loss_scale)
 
     def adjust(self, grads_finite: Array) -> "DynamicLossScale":
         """Return the scale after a step.
@@ -140,7 +150,11 @@ class DynamicLossScale:
             grads_finite: Whether all gradients were finite, as `all_finite` says.
         """
         after = verbs.update(self._policy(), self._state(), Signal(grads_finite))
-        return replace(self, loss_scale=after.scale, counter=after.good)
+        moved = after.scale.astype(self.loss_scale.dtype)
+        # A narrow scale stays where a step would lead out of its dtype.
+        usable = jnp.isfinite(moved) & (moved > 0)
+        scale = jnp.where(usable, moved, self.loss_scale)
+        return replace(self, loss_scale=scale, counter=after.good)
 
     def _state(self) -> ScaleState:
         return trees.state(self.loss_scale, self.counter)
@@ -162,14 +176,16 @@ def all_finite(tree: Any) -> Array:
         >>> all_finite({"w": jnp.array([1.0, jnp.inf]), "b": None})
         Array(False, dtype=bool)
     """
-    finite = jnp.asarray(True)
-    for leaf in jax.tree.leaves(tree):
-        finite &= jnp.all(jnp.isfinite(leaf))
-    return finite
+    flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+    return leaves.all_set(flags)
 
 
 def select_tree(pred: Array, a: Any, b: Any) -> Any:
-    """Return `a` where the predicate is true, else `b`; jmp's name for `select`.
+    """Return `a` if the predicate is true, else `b`, infinities and all.
+
+    Raises:
+        GradientError: If `pred` is not one boolean; it is an AssertionError too.
+        StructureError: If the two do not have the same structure, shapes and dtypes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -177,7 +193,52 @@ def select_tree(pred: Array, a: Any, b: Any) -> Any:
         >>> select_tree(jnp.array(False), jnp.int32(7), jnp.int32(6))
         Array(6, dtype=int32)
     """
-    return verbs.select(pred, a, b)
+    if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
+        message = f"pred is {shown(pred)}, expected boolean scalar."
+        raise _PredicateError(message)
+    selecting.check_same_structure(a, b)
+    return selecting.choose(jnp.asarray(pred), a, b, finite_only=False)
+
+
+class _PredicateError(GradientError, AssertionError):
+    """jmp asserts it."""
+
+
+def _scaled(tree: Any, loss_scale: Any) -> Any:
+    """Return a tree times a scale: floats in float32, the rest by JAX's promotion."""
+    state = trees.state(loss_scale, 0)
+    return jax.tree.map(
+        lambda leaf: verbs.scale(leaf, state) if _is_float(leaf) else leaf * loss_scale,
+        tree,
+    )
+
+
+def _unscaled(tree: Any, loss_scale: Any) -> Any:
+    """Return a tree divided by a scale: computed in float32, in the dtypes of jmp."""
+    state = trees.state(loss_scale, 0)
+
+    def unscale(leaf: Any) -> Any:
+        if not _is_float(leaf):
+            return leaf * (1 / loss_scale)
+        with jax.numpy_dtype_promotion("standard"):
+            dtype = jnp.result_type(leaf, loss_scale)
+        return verbs.unscale(leaf, state)[0].astype(dtype)
+
+    return jax.tree.map(unscale, tree)
+
+
+def _is_float(leaf: Any) -> bool:
+    """Whether a leaf is an array of real or complex floats."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _warn_unless_floating(name: str, value: Any) -> None:
+    """Warn as jmp does of a scale that is no float."""
+    dtype = jnp.result_type(value)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        message = f"Expected floating type for {name}, got {dtype}"
+        warnings.warn(message, UserWarning, stacklevel=4)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from lossscale.core.state import ScaleState
+from lossscale.jax.exporting import register_class
 
 _LEAVES: dict[Any, tuple[str, ...]] = {}
 """Which fields of each class are arrays."""
@@ -41,6 +42,7 @@ def register(kind: Any, names: tuple[str, ...]) -> None:
         return one
 
     jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
+    register_class(kind)
 
 
 def tell_flax(kind: Any) -> None:
