@@ -165,12 +165,14 @@ def _check_part(part: Array, divisor: int) -> tuple[Array, Array]:
     # would read the gradient twice.
     flags = jnp.isfinite(part), jnp.abs(part) <= bound
     finite, squarable = jax.lax.reduce(
-        flags,
-        (np.True_, np.True_),
-        lambda first, second: (first[0] & second[0], first[1] & second[1]),
-        tuple(range(part.ndim)),
+        flags, (np.True_, np.True_), _both, tuple(range(part.ndim))
     )
     return finite, squarable
+
+
+def _both(first: Any, second: Any) -> tuple[Array, Array]:
+    """Combine two pairs of flags. Outside of `jit` JAX keeps what it compiled of it."""
+    return first[0] & second[0], first[1] & second[1]
 
 
 def all_set(flags: list[Array]) -> Array:

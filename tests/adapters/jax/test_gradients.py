@@ -213,3 +213,23 @@ def test_flags_of_leaves_cost_no_further_read_under_jit():
         for f in (plain, flagged)
     ]
     assert texts[0] == texts[1]
+
+
+def test_nothing_is_compiled_again_outside_of_jit():
+    """The reduction was new to JAX at every call: a second for four gradients."""
+    compiled = []
+
+    def listen(event, duration, **_):
+        if "backend_compile" in event:
+            compiled.append(duration)
+
+    grads = [jnp.ones((3, n)) for n in range(1, 5)]
+    ls.unscale(grads, state(2.0))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        ls.unscale(grads, state(2.0))
+        assert [] == compiled
+        jax.jit(lambda x: x * 2.0 + 3.0)(jnp.ones(7))
+        assert compiled  # the listener hears of a compilation
+    finally:
+        jax.monitoring.clear_event_listeners()
