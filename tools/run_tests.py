@@ -67,6 +67,7 @@ SUITES = {
     # Apart: the adapter's tests hold the whole process to strict promotion.
     "jax-presets": Suite(("tests/compat/test_jax.py",), {}),
     "optax": Suite(("tests/adapters/optax",), {}),
+    "jax-faults": Suite(("tests/faults/test_jax_faults.py",), {}),
     "torch": Suite(("tests/compat/test_torch.py", "tests/adapters/torch"), {}),
     "torch-faults": Suite(("tests/faults/test_torch_faults.py",), {}),
     "torch-ranks": Suite(("tests/distributed",), {}),

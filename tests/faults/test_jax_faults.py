@@ -1,0 +1,31 @@
+"""The fault harness on JAX and optax, shortened; tools/run_faults.py runs it whole."""
+
+import pytest
+
+pytest.importorskip("jax", reason="jax is not installed")
+pytest.importorskip("optax", reason="optax is not installed")
+pytest.importorskip("flax", reason="flax is not installed")
+pytest.importorskip("jmp", reason="jmp is not installed")
+
+from faults import jax_driver
+
+STEPS = 300
+
+
+@pytest.mark.parametrize("configuration", jax_driver.CONFIGURATIONS)
+def test_no_fault_reaches_weights_or_state(configuration):
+    outcome = jax_driver.run(configuration, own=False, steps=STEPS, seed=3)
+    assert "" == outcome.broken
+    # Of three micro-batches one step is made, and one fault skips it.
+    fewest = STEPS // 30 if "around" in configuration else STEPS // 10
+    assert outcome.applied > fewest
+    assert outcome.skipped > fewest
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    ["adam: loss_scaled", "adam: value_and_grad", "adamw: loss_scaled, cond"],
+)
+def test_scales_of_flax_and_jmp_let_the_same_faults_through(configuration):
+    outcome = jax_driver.run(configuration, own=True, steps=2000, seed=3)
+    assert outcome.broken
