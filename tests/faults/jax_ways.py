@@ -69,6 +69,7 @@ CONFIGURATIONS = (
         # By hand, gradients or moments would have to be cast.
         if (name, way) != ("adam, float16 parameters", "value_and_grad")
     ),
+    "sgd: loss_scaled, cond",
     "adamw: loss_scaled, cond",
     "adamw: value_and_grad, cond",
     "adam: MultiSteps around loss_scaled",
