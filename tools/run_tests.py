@@ -33,6 +33,10 @@ def keras(backend: str) -> Suite:
     return Suite(paths, {"KERAS_BACKEND": backend})
 
 
+def keras_faults(backend: str) -> Suite:
+    return Suite(("tests/faults/test_keras_faults.py",), {"KERAS_BACKEND": backend})
+
+
 def tensorflow(*names: str) -> Suite:
     return Suite(tuple(f"tests/adapters/tensorflow/test_{x}.py" for x in names), {})
 
@@ -41,8 +45,8 @@ def tensorflow(*names: str) -> Suite:
 SUITES = {
     "core": Suite(("tests/core",), {}),
     "tensorflow": tensorflow(
-        *("conformance", "modes", "gradients", "checkpoints", "optimizer"),
-        *("tensorflow_1", "example"),
+        *("conformance", "modes", "gradients", "headroom", "checkpoints", "optimizer"),
+        *("results", "tensorflow_1", "example"),
     ),
     "tensorflow-traces": tensorflow("traces"),
     "keras-tensorflow": keras("tensorflow"),
@@ -50,6 +54,10 @@ SUITES = {
     "keras-torch": keras("torch"),
     "tensorflow-beside": tensorflow("beside_tensorflow"),
     "tensorflow-replicas": tensorflow("strategies", "multi_worker"),
+    "tensorflow-faults": Suite(("tests/faults/test_tensorflow_faults.py",), {}),
+    "keras-faults-tensorflow": keras_faults("tensorflow"),
+    "keras-faults-jax": keras_faults("jax"),
+    "keras-faults-torch": keras_faults("torch"),
     "tensorflow-preset": Suite(("tests/compat/test_tensorflow.py",), {}),
     "command": Suite(
         (

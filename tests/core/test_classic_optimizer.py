@@ -261,6 +261,42 @@ def test_whatever_arrives_the_weights_stay_finite():
             assert np.isfinite(variable).all()
 
 
+def test_a_gradient_that_cannot_be_squared_is_skipped_and_the_scale_stays():
+    class Own(ls.LossScaleManager):
+        value = 8
+
+        def get_loss_scale(self):
+            return np.float32(self.value)
+
+        def update_loss_scale(self, finite_grads):
+            self.value += 1
+
+    class Other(ls.DynamicLossScale):
+        def update(self, grads):
+            return super().update(grads)
+
+    for loss_scale in (
+        ls.DynamicLossScale(8, 2),
+        ls.ExponentialUpdateLossScaleManager(8, 2, 1),
+        ls.FixedLossScale(8),
+        Own(),
+        Other(8, 2),
+    ):
+        variable, inner = weight(1.0), Descent()
+        optimizer = ls.LossScaleOptimizer(inner, loss_scale)
+        for value in (1e20, -3e38, 1e20):
+            optimizer.apply_gradients([(np.float32(value), variable)])
+        assert ([1.0], 8.0, 0) == (variable.tolist(), optimizer._current(), inner.calls)
+        optimizer.apply_gradients([(np.float32(1e18), variable)])
+        assert 1 == inner.calls
+
+
+def test_a_large_gradient_beside_an_infinite_one_is_an_overflow():
+    optimizer = ls.LossScaleOptimizer(Descent(), ls.DynamicLossScale(8, 2))
+    optimizer.apply_gradients([(weight(1e20, np.inf), weight(1.0, 1.0))])
+    assert 4.0 == optimizer.loss_scale()
+
+
 @pytest.mark.parametrize(
     ("inner", "loss_scale", "message"),
     [

@@ -35,8 +35,47 @@ _UNIT = {
 }
 """How far apart the numbers from 1 to 2 are."""
 
-_LINEAR = frozenset({"SGD", "Lion", "GradientDescentOptimizer", "MomentumOptimizer"})
+_LINEAR = frozenset(
+    {
+        "SGD",
+        "Lion",
+        "GradientDescentOptimizer",
+        "MomentumOptimizer",
+        "ProximalGradientDescentOptimizer",
+    }
+)
 """Optimizers that never square a gradient, by name."""
+
+_ACCUMULATING = frozenset(
+    {
+        "Adagrad",
+        "Ftrl",
+        "AdagradOptimizer",
+        "AdagradDAOptimizer",
+        "FtrlOptimizer",
+        "ProximalAdagradOptimizer",
+    }
+)
+"""Optimizers that add up squares without decay, by name."""
+
+_AVERAGING = frozenset(
+    {
+        "Adadelta",
+        "Adam",
+        "Adamax",
+        "Lamb",
+        "Nadam",
+        "RMSprop",
+        "ScheduleFreeAdamW",
+        "AdadeltaOptimizer",
+        "AdamOptimizer",
+        "RMSPropOptimizer",
+    }
+)
+"""Optimizers that average the squares of each number over steps, by name."""
+
+_LIBRARIES = frozenset({"keras", "tf_keras", "tensorflow", "torch"})
+"""Where a name in these sets must come from."""
 
 
 def largest_square(dtype: str) -> float:
@@ -74,8 +113,78 @@ def largest_square_root(inner: Any, dtype: str, elements: int) -> float:
     # their sum as well, which some optimizers take; in float16 there is not.
     terms = 1 if dtype in NARROW and not by_norm else max(1, elements)
     root = math.sqrt(LARGEST[dtype] / terms)
-    harmless = is_linear(inner) or 0.0 < _bound(inner, "clipvalue") <= root
+    harmless = _kind(inner) in _LINEAR or 0.0 < _bound(inner, "clipvalue") <= root
     return math.inf if harmless and not by_norm else root
+
+
+def largest_gradient(
+    inner: Any, gradient: str, variable: str, *, elements: int, addends: int = 1
+) -> float:
+    """Return the largest unscaled gradient that an optimizer can take, for ever.
+
+    However many such gradients arrive, the norm that it clips by, its state and the
+    weights stay finite, as long as its learning rate is an ordinary one. In float16,
+    where numbers end at 65504, that holds of its state; weights have to bear one step.
+
+    Args:
+        inner: The optimizer.
+        gradient: The dtype in which it is given the gradient.
+        variable: The dtype of the variable and of the optimizer's state.
+        elements: How many numbers the optimizer updates.
+        addends: Over how many replicas and micro-batches the gradient is added up.
+    """
+    limit = largest_addend(gradient, addends)
+    if _bound(inner, "clipnorm") or _bound(inner, "global_clipnorm"):
+        limit = min(limit, math.sqrt(LARGEST[gradient] / max(1, elements)) / addends)
+    narrower = variable if _is_narrower(variable, gradient) else gradient
+    state = _largest_for_state(inner, narrower, elements)
+    if 0.0 < clip(inner) <= state:
+        return limit  # whatever the gradient is, no more than that reaches the state
+    return min(limit, state / addends)
+
+
+def largest_endless_addend(dtype: str) -> float:
+    """Return the largest number that can be added up any number of times.
+
+    A sum in which there are so many of them that one more is less than half of its last
+    digit does not change any more.
+    """
+    return LARGEST[dtype] * _UNIT[dtype] / 8.0
+
+
+def _largest_for_state(inner: Any, dtype: str, elements: int) -> float:
+    """Return the largest number that an optimizer can keep in its state, for ever."""
+    kind = _kind(inner)
+    if kind in _LINEAR:
+        # Weights are sums of gradients times a learning rate, which may be up to 64.
+        endless = largest_endless_addend(dtype) / 64.0
+        return (LARGEST[dtype] if dtype == "float16" else endless) / _gain(inner)
+    if kind in _ACCUMULATING:
+        return math.sqrt(largest_endless_addend(dtype))
+    if kind in _AVERAGING or dtype == "float16":
+        return largest_square(dtype)
+    # Norms: squares of a whole variable are added up.
+    return math.sqrt(LARGEST[dtype] / max(1, elements)) / _gain(inner)
+
+
+def _is_narrower(dtype: str, other: str) -> bool:
+    """Whether a dtype ends before another one."""
+    return LARGEST.get(dtype, math.inf) < LARGEST[other]
+
+
+def _gain(inner: Any) -> float:
+    """Return how much larger than a gradient the momentum of an optimizer can be."""
+    momentum = _setting(inner, "_momentum")  # TensorFlow 1; a flag in tf_keras's legacy
+    if momentum is None:
+        momentum = _setting(inner, "momentum")
+    if momentum is None or momentum is False:
+        return 1.0
+    if momentum is True or not isinstance(momentum, (int, float)):
+        return _USUAL_GAIN  # a variable, whose value it would take time to read
+    return 1.0 / max(1.0 - float(momentum), 2.0**-10)
+
+
+_USUAL_GAIN = 16.0
 
 
 def clip(inner: Any) -> float:
@@ -84,20 +193,16 @@ def clip(inner: Any) -> float:
     return min((bound for name in names if (bound := _bound(inner, name))), default=0.0)
 
 
-def largest_moment(inner: Any, dtype: str) -> float:
-    """Return the largest number of a dtype that an optimizer can keep in it."""
-    return LARGEST[dtype] if is_linear(inner) else math.sqrt(LARGEST[dtype])
+def _kind(inner: Any) -> str:
+    """Return the name of the class that has the update, if a library's; else "".
 
-
-def is_linear(inner: Any) -> bool:
-    """Whether an optimizer never squares a gradient, as far as is known.
-
-    The class that has the update decides: a subclass with one of its own is not known.
+    A subclass with an update of its own is not known, whatever its name.
     """
     for base in type(inner).__mro__:
         if {"update_step", "_resource_apply_dense"} & vars(base).keys():
-            return base.__name__ in _LINEAR
-    return False
+            known = base.__module__.partition(".")[0] in _LIBRARIES
+            return base.__name__ if known else ""
+    return ""
 
 
 def accumulated(inner: Any) -> int:

@@ -15,7 +15,13 @@ from lossscale.core.state import ScaleState
 from lossscale.keras import settings
 from lossscale.keras.operations import read
 
-ADDED = ("bad_steps", "last_scale", "skipped_steps", "consecutive_skips")
+ADDED = (
+    "bad_steps",
+    "last_scale",
+    "skipped_steps",
+    "consecutive_skips",
+    "skip_reasons",
+)
 """The variables that Keras's class does not have, in order; they come after its own."""
 
 
@@ -107,8 +113,9 @@ class Files(keras.optimizers.LossScaleOptimizer):
             for variable, value in zip(kept, values, strict=True):
                 variable.assign(value)
             for name in ADDED:
+                variable = getattr(self, name)
                 first = self.initial_scale if name == "last_scale" else 0
-                getattr(self, name).assign(first)
+                variable.assign(ops.full(variable.shape, first, variable.dtype))
         else:
             # Keras checks the count; it warns, and reads nothing, if that is wrong.
             super().load_own_variables(store)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients: unscaled, and looked at.
+"""Gradients: unscaled, and checked.
 
 Unscaling divides, as Keras does: a product with the reciprocal would differ in the last
 bit unless the scale is a power of two. It divides in float32 or wider, whatever the
@@ -11,16 +11,19 @@ from typing import Any
 
 from keras import ops
 
+from lossscale.core.checks import FLOAT32_MAX
 from lossscale.core.errors import GradientError, StructureError
 from lossscale.core.headroom import LARGEST, NARROW
 from lossscale.core.state import Array
 from lossscale.keras.headroom import Headroom
 from lossscale.keras.operations import (
-    all_true,
-    are_within,
     divided,
     dtype_of,
+    largest_magnitude,
     map_values,
+    stack,
+    values_of,
+    where,
 )
 
 
@@ -120,35 +123,47 @@ def fitted(
     return [fit(*pair) for pair in zip(gradients, variables, strict=True)]
 
 
-def all_finite(
+REASONS = ("", "inf", "nan", "headroom")
+"""Why a gradient is not applied, by number; the first is that it is."""
+
+
+def reasons(
     gradients: Sequence[Any], variables: Sequence[Any], headroom: Headroom | None
 ) -> Array:
-    """Return whether every unscaled gradient is finite, and the headroom enough for it.
+    """Return for each unscaled gradient why it cannot be applied; 0 if it can.
 
-    A value that overwrites its variable is looked at too: an infinite one would stay in
-    the history that later scales of float8 are taken from.
+    One number of each gradient is compared, its largest. A value that overwrites its
+    variable is checked too: an infinite one would stay in the history that later scales
+    of float8 are taken from.
     """
-    flags = []
+    tops, limits = [], []
     for gradient, variable in zip(gradients, variables, strict=True):
-        if gradient is None:
-            continue
-        dtype = dtype_of(gradient)
-        is_sparse = hasattr(gradient, "dense_shape")
-        values = gradient.values if is_sparse else gradient
-        if dtype not in LARGEST:  # a value that overwrites its variable
-            flags.append(ops.all(ops.isfinite(values)))
-            continue
-        limit: Array = LARGEST[dtype]
-        if headroom is not None and not overwrites(variable):
-            limit = headroom.largest(dtype_of(variable), dtype)
-            if is_sparse:
+        dtype = "float32" if gradient is None else dtype_of(gradient)
+        top, limit = ops.zeros((), "float32"), LARGEST.get(dtype, FLOAT32_MAX)
+        if gradient is not None:
+            values = values_of(gradient)
+            top = largest_magnitude(values)
+            if headroom is not None and not overwrites(variable):
+                limit = headroom.largest(dtype_of(variable), dtype)
+            if values is not gradient and headroom is not None:
                 # Rows that occur more than once are summed later; how often is not
                 # known, so each may be all of them. Keras makes a dense array here, in
                 # which a finite duplicate hides an infinite one.
-                wide = "float32" if dtype in NARROW else dtype
-                limit = limit / ops.cast(ops.shape(values)[0], wide)
-        flags.append(are_within(values, limit))
-    return all_true(flags)
+                limit = limit / ops.cast(ops.shape(values)[0], dtype_of(top))
+        tops.append(top)
+        limits.append(limit)
+    if not tops:
+        return ops.zeros((0,), "int32")
+    top = stack(tops)
+    large = ops.logical_not(top <= stack(limits, like=top))
+    finite = ops.cast(large, "int32") * 3
+    number = where(ops.isfinite(top), finite, 1)
+    return where(ops.isnan(top), 2, number)
+
+
+def is_overflow(reasons: Array) -> Array:
+    """Whether a gradient was infinite or NaN, and not only too large."""
+    return ops.any(ops.logical_or(ops.equal(reasons, 1), ops.equal(reasons, 2)))
 
 
 def poisoned(gradients: Sequence[Any]) -> list[Any]:

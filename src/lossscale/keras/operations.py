@@ -48,16 +48,44 @@ def divided(values: Array, scale: Array) -> Array:
     return ops.divide(values, scale)
 
 
-def are_within(values: Array, limit: Array) -> Array:
-    """Return whether all magnitudes are at most the limit; NaN never is.
+def largest_magnitude(values: Array) -> Array:
+    """Return the largest magnitude in an array, in float32 or wider; NaN if one is.
 
-    The limit is not rounded to a narrow dtype. Operators and not `keras.ops`: on torch
-    those cost more than the comparison.
+    0 for an empty array.
     """
-    if dtype_of(values) in NARROW:
+    dtype = dtype_of(values)
+    if dtype in NARROW or not dtype.startswith(("float32", "float64")):
         values = ops.cast(values, "float32")
-    within = abs(values) <= limit
-    return ops.all(within) if keras.backend.backend() == "tensorflow" else within.all()
+    backend = keras.backend.backend()
+    if backend == "jax":
+        return abs(values).max(initial=0.0)
+    if backend == "torch":
+        if not values.numel():
+            return values.new_zeros(())
+        return abs(values).max()
+    import tensorflow as tf  # noqa: PLC0415  # of this backend alone
+
+    # As integers, whose order is that of the magnitudes, with NaN at the end: compiled
+    # by XLA for a CPU, TensorFlow's reduce_max of floats passes over NaN.
+    kind = tf.int64 if values.dtype == tf.float64 else tf.int32
+    bits = tf.reduce_max(tf.bitcast(tf.abs(values), kind))
+    return tf.bitcast(tf.maximum(bits, 0), values.dtype)
+
+
+def stack(numbers: list[Array], like: Array | None = None) -> Array:
+    """Return scalars as one array, in the widest of their dtypes or in that of another.
+
+    Python numbers are constants.
+    """
+    constant = all(isinstance(number, float) for number in numbers)
+    if like is not None:
+        dtype = dtype_of(like)
+    else:
+        kinds = {dtype_of(number) for number in numbers}
+        dtype = "float64" if "float64" in kinds else "float32"
+    if constant:
+        return ops.convert_to_tensor(numbers, dtype)
+    return ops.stack([ops.cast(number, dtype) for number in numbers])
 
 
 def branch(finite: Array, update: Callable[[], Any], skip: Callable[[], Any]) -> Any:
@@ -70,6 +98,11 @@ def branch(finite: Array, update: Callable[[], Any], skip: Callable[[], Any]) ->
     if keras.backend.backend() == "torch" or is_concrete(finite):
         return update() if finite else skip()
     return ops.cond(finite, update, skip)
+
+
+def values_of(gradient: Array) -> Array:
+    """Return a gradient, or the values of a sparse one of TensorFlow."""
+    return gradient.values if hasattr(gradient, "dense_shape") else gradient
 
 
 def map_values(function: Any, gradient: Array) -> Array:
@@ -85,10 +118,3 @@ def map_values(function: Any, gradient: Array) -> Array:
         indices=gradient.indices,
         dense_shape=gradient.dense_shape,
     )
-
-
-def all_true(flags: list[Array]) -> Array:
-    """Return whether all of some boolean scalars are true; none at all are."""
-    if not flags:
-        return ops.convert_to_tensor(True, "bool")  # a tensor of it
-    return flags[0] if len(flags) == 1 else ops.all(ops.stack(flags))

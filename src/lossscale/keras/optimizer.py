@@ -4,26 +4,30 @@
 A step, on every backend:
 
     unscale     divide the gradients by the scale
-    look        are the unscaled gradients finite, on every replica?
-    update      if so, let the inner optimizer apply them: the only branch
-    advance     take the policy's step; assign the scale, the counters and the facts
+    check       are the unscaled gradients finite, on every replica, and small enough?
+    update      if so, let the inner optimizer apply them: the only branch; if not,
+                find out why
+    advance     take the policy's step; assign the scale, the counters and the rest of
+                the report
 
-The rule is not restated here: `policy.step` runs on `keras.ops`. Keras's class is the
-base because `compile()`, `SwapEMAWeights` and `MultiOptimizer` ask for it. What it does
-with gradients and the scale is replaced; `iterations`, `learning_rate`, `variables` and
-`finalize_variable_values` remain its own. `losses.py`, `stateless.py` and `files.py`
-have the rest.
+The rule is not restated here: the policy's step runs on `keras.ops`. Keras's class is
+the base because `compile()`, `SwapEMAWeights` and `MultiOptimizer` ask for it. What it
+does with gradients and the scale is replaced; `iterations`, `learning_rate`,
+`variables` and `finalize_variable_values` remain its own. `losses.py`, `stateless.py`
+and `files.py` have the rest.
 """
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from operator import is_
 from typing import Any
 
 import keras
 from keras import ops
 
 from lossscale.core.errors import StructureError
-from lossscale.core.policies import Policy
+from lossscale.core.policies import Policy, advance
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.keras import gradients, replicas, settings
 from lossscale.keras.facts import LastStep
@@ -91,7 +95,7 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         self._elements = 0
 
     def build(self, var_list: Sequence[Any]) -> None:
-        """Create the variables: Keras's two, by its names and dtypes, and four more."""
+        """Create the variables: Keras's two, by its names and dtypes, and five more."""
         if self.built:
             return
         first = self.policy.init()
@@ -102,16 +106,19 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         self.last_scale = self._number("last_scale", "float32", first.scale)
         self.skipped_steps = self._number("skipped_steps", "int", 0)
         self.consecutive_skips = self._number("consecutive_skips", "int", 0)
+        self.skip_reasons = self._number("skip_reasons", "int32", 0, (len(var_list),))
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(var_list)
         self._elements = sum(math.prod(variable.shape) for variable in var_list)
         # Past Keras's own build, which would create its two variables again.
         super(keras.optimizers.LossScaleOptimizer, self).build(list(var_list))
 
-    def _number(self, name: str, dtype: str, value: float) -> Any:
-        """Create a variable of one number."""
+    def _number(
+        self, name: str, dtype: str, value: float, shape: tuple[int, ...] = ()
+    ) -> Any:
+        """Create a variable of one number, or of several."""
         return self.add_variable(
-            shape=(),
+            shape=shape,
             dtype=dtype,
             initializer=keras.initializers.Constant(value),
             aggregation="none",
@@ -145,6 +152,8 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
             bad=read(self.bad_steps),
             skipped_steps=read(self.skipped_steps),
             consecutive_skips=consecutive,
+            reasons=read(self.skip_reasons),
+            names=tuple(map(gradients.name_of, self._trainable_variables)),
         )
 
     def apply(
@@ -174,18 +183,19 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         headroom = self._headroom(replicas.count() if on_tensorflow else 1)
         if scaled:
             given = gradients.unscaled(given, variables, read(self.dynamic_scale))
-        given = gradients.fitted(given, variables, headroom)
-        finite = gradients.all_finite(given, variables, headroom)
+        reasons = gradients.reasons(given, variables, headroom)
+
+        def update(unscaled: list[Any]) -> None:
+            fitted = gradients.fitted(unscaled, variables, headroom)
+            self.inner_optimizer.apply(fitted, variables)
+
         if on_tensorflow:
-            replicas.step(self.inner_optimizer, given, variables, finite, self._advance)
+            replicas.step(given, reasons, update, partial(self._advance, variables))
             return
-        branch(
-            finite,
-            lambda: self.inner_optimizer.apply(given, variables),
-            lambda: None,
-        )
+        applied = ops.all(ops.equal(reasons, 0))
+        branch(applied, lambda: update(given), lambda: None)
         # After the update: if that raises, the scale stays as the weights do.
-        self._advance(finite)
+        self._advance(variables, applied, reasons)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Replace weights by their moving averages, if the inner optimizer keeps any.
@@ -199,7 +209,7 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
     def check_finite(self, grads: Sequence[Any]) -> Array:
         """Return whether every gradient that there is is finite."""
         unknown = [None] * len(grads)
-        return gradients.all_finite(grads, unknown, None)
+        return ops.all(ops.equal(gradients.reasons(grads, unknown, None), 0))
 
     def _headroom(self, replica_count: int = 1) -> Headroom:
         """Return what the inner optimizer can hold."""
@@ -223,14 +233,36 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
             return []
         return self._trainable_variables if variables is None else list(variables)
 
-    def _advance(self, finite: Array) -> None:
-        """Take the policy's step; assign the scale, the counters and the facts."""
+    def _advance(
+        self, variables: Sequence[Any], applied: Array, reasons: Array
+    ) -> None:
+        """Take the policy's step; assign the scale, the counters and the reasons.
+
+        Args:
+            variables: What gradients were given for.
+            applied: Whether the update was made.
+            reasons: If it was not, why, a number for each of the variables.
+        """
         places = (self.dynamic_scale, self.step_counter, self.bad_steps)
         state = ScaleState(*(read(place) for place in places))
-        moved = self.policy.step(state, Signal(finite), where=where)
+        overflow = gradients.is_overflow(reasons)
+        too_large = ops.logical_not(ops.logical_or(applied, overflow))
+        signal = Signal(applied, too_large=too_large)
+        self.skip_reasons.assign(self._in_place(reasons, variables))
+        moved = advance(self.policy, state, signal, where=where)
         total, consecutive = read(self.skipped_steps), read(self.consecutive_skips)
         self.last_scale.assign(state.scale)
-        self.skipped_steps.assign(where(finite, total, total + 1))
-        self.consecutive_skips.assign(where(finite, 0, consecutive + 1))
+        self.skipped_steps.assign(where(applied, total, total + 1))
+        self.consecutive_skips.assign(where(applied, 0, consecutive + 1))
         for place, value in zip(places, moved, strict=True):
             place.assign(value)
+
+    def _in_place(self, reasons: Array, variables: Sequence[Any]) -> Array:
+        """Return the reasons of some variables among those of all."""
+        known = self._trainable_variables
+        if len(variables) == len(known) and all(map(is_, variables, known)):
+            return reasons
+        numbers: list[Array] = [ops.zeros((), "int32")] * len(known)
+        for place, variable in enumerate(variables):
+            numbers[self._get_variable_index(variable)] = reasons[place]
+        return ops.stack(numbers)

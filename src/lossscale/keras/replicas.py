@@ -6,7 +6,7 @@ replicas only later, inside its own `apply`. Keras takes the first replica's wor
 all, and applies a NaN of another. Here one overflow anywhere skips the step everywhere.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from lossscale.core.errors import SettingError
@@ -32,50 +32,60 @@ def count() -> int:
 
 
 def step(
-    inner: Any,
     gradients: list[Any],
-    variables: Sequence[Any],
-    finite: Array,
-    advance: Callable[[Array], None],
+    reasons: Array,
+    update: Callable[[list[Any]], None],
+    advance: Callable[[Array, Array], None],
 ) -> None:
-    """Update the variables if the gradients of all replicas are finite; then advance.
+    """Update the variables if no replica has a reason against it; then advance.
 
     Args:
-        inner: The inner optimizer.
         gradients: This replica's unscaled gradients.
-        variables: What they belong to.
-        finite: Whether this replica's gradients are finite.
-        advance: Moves the scale, given whether the update was made.
+        reasons: Why this replica's gradients cannot be applied, a number for each.
+        update: Applies gradients.
+        advance: Moves the scale, given whether the update was made, and if not, why.
     """
     import tensorflow as tf  # noqa: PLC0415  # of this backend alone
 
-    def skip() -> Array:
-        return tf.constant(False)  # a tensor of it
-
-    def update() -> Array:
-        inner.apply(gradients, variables)
-        return tf.constant(True)  # a tensor of it
-
-    context = tf.distribute.get_replica_context()
-    overflows = tf.cast(tf.logical_not(finite), tf.float32)
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        if context.num_replicas_in_sync > 1:
-            finite = context.all_reduce("SUM", overflows) < 1.0
-        # Whether the update was made comes out of the branch that makes it. So the
-        # scale waits for the update, and does not move if an op of it fails.
-        advance(tf.cond(finite, update, skip))
-        return
-
-    def across(strategy: Any, gradients: list[Any], overflows: Array) -> None:
-        def update() -> Array:
-            strategy.extended.call_for_each_replica(
-                inner.apply, args=(gradients, variables)
-            )
+    def branch(reasons: Array, update: Callable[[], Any]) -> None:
+        def updated() -> Array:
+            update()
             return tf.constant(True)  # a tensor of it
 
-        finite = strategy.reduce("SUM", overflows, axis=None) < 1.0
+        # Whether the update was made comes out of the branch that makes it. So the
+        # scale waits for the update, and does not move if an op of it fails.
+        within = tf.reduce_all(tf.equal(reasons, 0))
+        advance(tf.cond(within, updated, lambda: tf.constant(False)), reasons)
+
+    context = tf.distribute.get_replica_context()
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        if context.num_replicas_in_sync > 1:
+            reasons = _merge(context.all_reduce("SUM", _split(reasons)))
+        branch(reasons, lambda: update(gradients))
+        return
+
+    def across(strategy: Any, gradients: list[Any], parts: Array) -> None:
         # The branch is taken across replicas: inside of one, it may not merge them,
         # which the inner optimizer does.
-        advance(tf.cond(finite, update, skip))
+        branch(
+            _merge(strategy.reduce("SUM", parts, axis=None)),
+            lambda: strategy.extended.call_for_each_replica(update, args=(gradients,)),
+        )
 
-    context.merge_call(across, args=(gradients, overflows))
+    context.merge_call(across, args=(gradients, _split(reasons)))
+
+
+def _split(reasons: Array) -> Array:
+    """Return reasons as flags, a row for each kind: sums are all that is reduced."""
+    import tensorflow as tf  # noqa: PLC0415  # of this backend alone
+
+    return tf.cast(tf.equal(reasons, [[1], [2], [3]]), tf.float32)
+
+
+def _merge(counts: Array) -> Array:
+    """Return one reason for each variable: NaN before infinity before too large."""
+    import tensorflow as tf  # noqa: PLC0415  # of this backend alone
+
+    infinite, nan, large = tf.unstack(counts > 0.0)
+    finite = tf.where(large, 3, 0)
+    return tf.where(nan, 2, tf.where(infinite, 1, finite))

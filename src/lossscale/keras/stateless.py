@@ -22,7 +22,9 @@ class Stateless(Losses):
     def _headroom(self, replica_count: int = 1) -> Headroom:
         raise NotImplementedError
 
-    def _advance(self, finite: Array) -> None:
+    def _advance(
+        self, variables: Sequence[Any], applied: Array, reasons: Array
+    ) -> None:
         raise NotImplementedError
 
     def stateless_apply(
@@ -81,27 +83,26 @@ class Stateless(Losses):
             headroom = self._headroom()
 
             def unscale() -> list[Any]:
-                unscaled = given
-                if scaled:
-                    unscaled = gradients.unscaled(given, variables, scale)
-                return gradients.fitted(unscaled, variables, headroom)
+                if not scaled:
+                    return given
+                return gradients.unscaled(given, variables, scale)
 
             def update() -> tuple[list[Any], list[Any]]:
                 # Divided again, not taken from outside: XLA then fuses one division
                 # into the check and one into the update, and unscaled gradients are
                 # never written to memory.
+                fitted = gradients.fitted(unscale(), variables, headroom)
                 results: tuple[list[Any], list[Any]] = (
-                    self.inner_optimizer.stateless_apply(
-                        inner_values, unscale(), weights
-                    )
+                    self.inner_optimizer.stateless_apply(inner_values, fitted, weights)
                 )
                 return results
 
-            finite = gradients.all_finite(unscale(), variables, headroom)
+            reasons = gradients.reasons(unscale(), variables, headroom)
+            applied = ops.all(ops.equal(reasons, 0))
             new_weights, new_inner_values = branch(
-                finite, update, lambda: (weights, inner_values)
+                applied, update, lambda: (weights, inner_values)
             )
-            self._advance(finite)
+            self._advance(variables, applied, reasons)
         own_values = [scope.get_current_value(each) for each in self._variables]
         return new_weights, own_values + new_inner_values
 

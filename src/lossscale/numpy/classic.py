@@ -4,7 +4,6 @@
 Everything happens at once, as in TensorFlow's eager mode.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ class _Cell:
         )
 
 
-class _Binding:
+class _Binding(classic.EagerBinding):
     """What NumPy lends to the classic classes: everything happens at once."""
 
     def cell(
@@ -54,23 +53,14 @@ class _Binding:
     def constant(self, value: float) -> Array:
         return np.float32(value)
 
-    def check_context(self, method: str) -> None:
-        """Allow everything: there are no replicas."""
-
     def flag(self, finite: Any) -> np.bool_:
         return verbs.flag(finite)
 
     def all_finite(self, grads: Any) -> np.bool_:
-        checked = trees.map_leaves(
-            lambda path, leaf: verbs.widened("gradient", path, leaf), grads
-        )
-        return verbs.all_finite(checked)
+        return verbs.all_finite(trees.map_leaves(_widen, grads))
 
     def update(self, policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         return verbs.update(policy, state, signal)
-
-    def nothing(self) -> None:
-        return None
 
     def scale_loss(self, loss: Any, loss_scale: Array) -> Any:
         return verbs.scale(loss, ScaleState(loss_scale, 0, 0))
@@ -79,26 +69,13 @@ class _Binding:
         unscaled, _ = verbs.unscale(grads, ScaleState(loss_scale, 0, 0))
         return list(unscaled)
 
-    def across_replicas(self, function: Callable[..., Any], *lists: list[Any]) -> Any:
-        return function(*lists)
-
-    in_each_replica = across_replicas
-
-    def transaction(
-        self,
-        permitted: Array,
-        apply: Callable[[], Any],
-        skip: Callable[[], Any],
-        update: Callable[[], Any],
-    ) -> None:
-        if bool(permitted):
-            apply()
-        else:
-            skip()
-        update()
-
 
 _BINDING = _Binding()
+
+
+def _widen(path: str, leaf: Any) -> Any:
+    """Return a gradient in float32 or wider, or raise if it is none."""
+    return verbs.widened("gradient", path, leaf)
 
 
 class FixedLossScaleManager(classic.FixedLossScaleManager):
@@ -177,6 +154,12 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
     _binding = _BINDING
     _fixed_class = FixedLossScale
     _dynamic_class = DynamicLossScale
+
+    def _can_be_applied(self, gradients: list[Any], variables: list[Any]) -> np.bool_:
+        """Return whether the gradients are finite, and can be squared."""
+        del variables
+        checked = trees.map_leaves(_widen, gradients)
+        return verbs.all_finite_and_squarable(checked)[1]
 
 
 def get(identifier: Any) -> LossScale | None:

@@ -120,7 +120,7 @@ def unscale(
             return widened("gradient", path, leaf) * inverse
 
     unscaled = trees.map_leaves(multiply, grads)
-    finite, squarable = _all_finite_and_squarable(unscaled)
+    finite, squarable = all_finite_and_squarable(unscaled)
     signal = Signal(finite=squarable, too_large=finite & ~squarable)
     if wanted:
         signal = signal._replace(**_measurements(grads, unscaled, wanted))
@@ -233,7 +233,7 @@ def all_finite(grads: Any) -> np.bool_:
     return np.bool_(all(flags))
 
 
-def _all_finite_and_squarable(grads: Any) -> tuple[np.bool_, np.bool_]:
+def all_finite_and_squarable(grads: Any) -> tuple[np.bool_, np.bool_]:
     """Return whether all numbers are finite, and whether their squares are too."""
     tops = [  # NaN is the largest of all to NumPy
         (np.abs(leaf).max(initial=0.0), largest_square(leaf.dtype.name))

@@ -3,7 +3,9 @@
 
 Eagerly everything happens at once. In a graph, a TF1 graph as well as one that
 `tf.function` traces, every change is an op, and one that must come after another
-waits for it by a control dependency.
+waits for it by a control dependency. What a caller gets there is a boolean tensor: it
+can be evaluated, grouped, depended on, passed on and returned from a `tf.function`,
+where an op can not.
 """
 
 from collections.abc import Callable
@@ -41,10 +43,10 @@ class _Cell:
         return ScaleState(*(value.numpy().item() for value in self.read()))
 
     def assign(self, state: ScaleState) -> Any:
-        """Store new values; in a graph, return the op that does."""
+        """Store new values; in a graph, return a tensor that does so when evaluated."""
         pairs = zip(self.variables, state, strict=False)
         assigned = [variable.assign(value) for variable, value in pairs]
-        return None if tf.executing_eagerly() else _group(assigned)
+        return None if tf.executing_eagerly() else _after(assigned, tf.constant(True))
 
     def _check_graph(self) -> None:
         if _graph() is self._graph:
@@ -109,7 +111,7 @@ class _Binding:
         return verbs.update(policy, state, signal)
 
     def nothing(self) -> Any:
-        return None if tf.executing_eagerly() else tf.no_op()
+        return None if tf.executing_eagerly() else tf.constant(True)
 
     def scale_loss(self, loss: Any, loss_scale: Array) -> Any:
         return verbs.scale(loss, ScaleState(loss_scale, 0, 0))
@@ -130,19 +132,30 @@ class _Binding:
         permitted: Array,
         apply: Callable[[], Any],
         skip: Callable[[], Any],
-        update: Callable[[], Any],
+        is_finite: Callable[[], Array],
+        update: Callable[[Array | None], Any],
     ) -> Any:
         if tf.executing_eagerly():
-            if bool(permitted):
-                apply()
-            else:
-                skip()
-            update()
+            applied = bool(permitted)
+            (apply if applied else skip)()
+            update(None if applied else is_finite())
             return None
         # Branches that return ops and not tensors: under XLA a step is a tenth faster.
+        # So the flag has a branch of its own, and is computed on skipped steps alone.
         applied = tf.cond(permitted, lambda: _group(apply()), lambda: _group(skip()))
+        too_large = tf.cond(permitted, lambda: tf.constant(False), is_finite)
         with tf.control_dependencies([applied]):
-            return _group([applied, update()])
+            return _after([applied, update(too_large)], permitted)
+
+    def unless(self, condition: Array, ask: Callable[[], tuple[Any, Any]]) -> Array:
+        if tf.executing_eagerly():
+            return self.flag(False if bool(condition) else ask()[1])
+
+        def asked() -> Array:
+            operation, flag = ask()
+            return _after(operation, self.flag(flag))
+
+        return tf.cond(condition, lambda: tf.constant(False), asked)
 
 
 BINDING = _Binding()
@@ -155,6 +168,12 @@ def _graph() -> Any:
     """
     with tf.init_scope():
         return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def _after(results: Any, value: Array) -> Array:
+    """Return a value that is known when everything in a nest has run."""
+    with tf.control_dependencies(_runnable(results)):
+        return tf.identity(value)
 
 
 def _group(results: Any) -> Any:

@@ -127,6 +127,11 @@ class DynamicLossScale(classic.DynamicLossScale, LossScale):
 
     _binding = BINDING
 
+    @property
+    def _num_good_steps(self) -> Any:
+        """The counter under the original's private name, which its users read."""
+        return self.good_steps
+
 
 def get(identifier: Any) -> LossScale | None:
     """Return the loss scale that a number, "dynamic", a LossScale or None stands for.

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from lossscale.core.errors import GradientError
-from lossscale.core.headroom import largest_addend, largest_sum
+from lossscale.core.headroom import largest_sum
 from lossscale.core.state import Array
 
 Leaf: TypeAlias = Any
@@ -83,31 +83,56 @@ def multiplied(leaf: Leaf, factor: Array) -> Leaf:
     return with_values(leaf, numbers * tf.cast(factor, numbers.dtype))
 
 
-def is_finite(leaf: Leaf, addends: int = 1, largest: float = math.inf) -> Array:
-    """Return whether a gradient is finite, and stays so when it is added up.
+def dtype_name(leaf: Leaf) -> str:
+    """Return the name of a gradient's dtype."""
+    return str(values(leaf).dtype.name)
 
-    Sums are still to come after a check: optimizers add up the rows of a sparse
-    gradient that have the same index, and gradients of all replicas. Finite numbers
-    can overflow there, and nobody would look again.
+
+def magnitude(leaf: Leaf) -> Array:
+    """Return the largest magnitude in a gradient, in float32 or wider; NaN if one is.
+
+    0 for a gradient without numbers.
+    """
+    numbers = values(widened(leaf))
+    # As integers, whose order is that of the magnitudes, with NaN at the end: compiled
+    # by XLA for a CPU, reduce_max of floats passes over NaN.
+    kind = tf.int64 if numbers.dtype == tf.float64 else tf.int32
+    bits = tf.reduce_max(tf.bitcast(tf.abs(numbers), kind))
+    return tf.bitcast(tf.maximum(bits, tf.zeros((), kind)), numbers.dtype)
+
+
+def has_finite_values(leaf: Leaf) -> Array:
+    """Return whether every number of a gradient is finite."""
+    return tf.reduce_all(tf.math.is_finite(values(leaf)))
+
+
+def is_finite(leaf: Leaf) -> Array:
+    """Return whether a gradient is finite; a sparse one, when its rows are added up."""
+    if not isinstance(leaf, tf.IndexedSlices):
+        return has_finite_values(leaf)
+    return is_within(leaf, math.inf, dtype_name(leaf))
+
+
+def is_within(leaf: Leaf, largest: float, dtype: str, addends: int = 1) -> Array:
+    """Return whether every number of a gradient is at most so large.
+
+    Sums are still to come after the check: optimizers add up the rows of a sparse
+    gradient that have the same index, and the gradients of all replicas.
 
     Args:
         leaf: A gradient.
-        addends: How many gradients of that size are added up, over replicas and
-            micro-batches.
-        largest: What their sum may be at most.
+        largest: The bound on each number, or on each sum of rows with the same index.
+        dtype: In which rows are added up.
+        addends: Over how many replicas and micro-batches they are added up after that.
     """
     if isinstance(leaf, tf.IndexedSlices):
-        return _is_finite_sparse(leaf, addends, largest)
-    numbers = values(leaf)
-    if addends == 1 and math.isinf(largest):
-        return tf.reduce_all(tf.math.is_finite(numbers))
-    bound = min(largest_addend(numbers.dtype.name, addends), largest / addends)
+        return _is_sparse_within(leaf, largest, dtype, addends)
     # In float32, where the bound is not rounded; NaN and infinity fail as well.
-    return tf.reduce_all(tf.abs(values(widened(leaf))) <= bound)
+    return tf.reduce_all(tf.abs(values(widened(leaf))) <= largest)
 
 
-def _is_finite_sparse(leaf: Any, addends: int, largest: float) -> Array:
-    """Return whether the rows of a sparse gradient stay finite when added up.
+def _is_sparse_within(leaf: Any, largest: float, dtype: str, addends: int) -> Array:
+    """Return whether the rows of a sparse gradient stay within when added up.
 
     Magnitudes are added: the order in which optimizers add rows is not known, and what
     cancels in the end may have overflowed on the way.
@@ -116,12 +141,8 @@ def _is_finite_sparse(leaf: Any, addends: int, largest: float) -> Array:
     count = tf.shape(magnitudes)[0]
 
     def are_within(sums: Array, rows: Array) -> Array:
-        exact = largest_sum(
-            values(leaf).dtype.name, tf.cast(rows * addends, sums.dtype)
-        )
-        return tf.reduce_all(
-            sums * addends <= tf.minimum(exact, _finite(largest, sums))
-        )
+        exact = largest_sum(dtype, tf.cast(rows * addends, sums.dtype)) / addends
+        return tf.reduce_all(sums <= tf.minimum(exact, _finite(largest, sums)))
 
     # However the indices repeat, no sum exceeds that of all rows.
     surely = are_within(tf.reduce_sum(magnitudes, axis=0), tf.maximum(count, 1))

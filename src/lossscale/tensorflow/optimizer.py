@@ -9,7 +9,7 @@ import tensorflow as tf
 from lossscale.core import checks, classic, headroom
 from lossscale.core.errors import SettingError, SettingTypeError, StructureError
 from lossscale.core.state import Array
-from lossscale.tensorflow import inner, leaves, replicas
+from lossscale.tensorflow import inner, leaves, replicas, verbs
 from lossscale.tensorflow.autograph import unconverted, unconverted_methods
 from lossscale.tensorflow.binding import BINDING
 from lossscale.tensorflow.classic import DynamicLossScale, FixedLossScale
@@ -152,7 +152,7 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
             pairs = self._gradients_by_tape(
                 loss, var_list, tape, *arguments, **keywords
             )
-        return [(_as_variable(grad, var), var) for grad, var in pairs]
+        return [(_cast(_check(grad, var), var), var) for grad, var in pairs]
 
     def _gradients_by_tape(
         self,
@@ -195,8 +195,10 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
 
         On a skipped step the wrapped optimizer is not called at all: weights, slots
         and step counters stay as they are. If it raises, the scale does not move;
-        what it had written by then stays. Under a strategy this is called in replica
-        context, inside `strategy.run`.
+        what it had written by then stays. A step is also skipped for a finite gradient
+        that is too large for the optimizer's state; the scale and its counters then
+        stay, because no lower scale would help. Under a strategy this is called in
+        replica context, inside `strategy.run`.
 
         Args:
             grads_and_vars: Pairs of gradient and variable; an iterator will do.
@@ -215,7 +217,7 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
                 shape than its variable (a ValueError).
         """
         replicas.check_replica_context("apply_gradients")
-        pairs = [(_as_variable(grad, var), var) for grad, var in grads_and_vars]
+        pairs = [(_check(grad, var), var) for grad, var in grads_and_vars]
         variables = [variable for _, variable in pairs]
         if all(gradient is None for gradient, _ in pairs):
             names = [getattr(variable, "name", variable) for variable in variables]
@@ -308,14 +310,31 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
         """
         replica_count = tf.distribute.get_strategy().num_replicas_in_sync
         addends = replica_count * headroom.accumulated(self._optimizer)
-        elements = sum(map(_size, variables))
 
-        def is_finite(leaf: Any) -> Array:
-            dtype = leaves.values(leaf).dtype.name
-            largest = headroom.largest_square_root(self._optimizer, dtype, elements)
-            return leaves.is_finite(leaf, addends, largest)
+        def is_within(gradient: Any, dtype: str, elements: int) -> Array:
+            largest = headroom.largest_gradient(
+                self._optimizer, dtype, dtype, elements=elements, addends=addends
+            )
+            return leaves.is_within(gradient, largest, dtype, addends)
 
-        return replicas.all_finite(gradients, is_finite)
+        def are_within(gradients: list[Any], variables: list[Any]) -> Array:
+            elements = sum(map(_size, variables))
+            return verbs.all_true(
+                is_within(gradient, _dtype_of(variable, gradient), elements)
+                for gradient, variable in zip(gradients, variables, strict=True)
+            )
+
+        return replicas.in_all(are_within, gradients, variables)
+
+    def _are_finite(self, gradients: list[Any]) -> Array:
+        def are_finite(own: list[Any]) -> Array:
+            return verbs.all_true(map(leaves.has_finite_values, own))
+
+        return replicas.in_all(are_finite, gradients)
+
+    def _prepare(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """Return gradients in the dtypes of their variables."""
+        return [(_cast(gradient, variable), variable) for gradient, variable in pairs]
 
     def _skip(self, global_step: Any = None, *_: Any, **__: Any) -> Any:
         if not self._count_skipped_steps:
@@ -361,18 +380,13 @@ class MixedPrecisionLossScaleOptimizer(LossScaleOptimizer):
 
 
 @unconverted
-def _as_variable(gradient: Any, variable: Any) -> Any:
-    """Return a gradient in the dtype of its variable.
-
-    Gradients are unscaled in float32; a float16 variable takes float16 ones. What
-    overflows here is seen by the finite check, which comes after.
-    """
+def _check(gradient: Any, variable: Any) -> Any:
+    """Return a gradient as a tensor, or raise if it is none of its variable."""
     if gradient is None:
         return None
     name = getattr(variable, "name", "")
     checked = leaves.checked("gradient", name, gradient)
-    dtype = getattr(variable, "dtype", None)
-    if dtype is None:
+    if getattr(variable, "dtype", None) is None:
         return checked
     shape, wanted = leaves.values(checked).shape, tf.TensorShape(variable.shape)
     if isinstance(checked, tf.IndexedSlices):
@@ -382,7 +396,23 @@ def _as_variable(gradient: Any, variable: Any) -> Any:
             f"The gradient of {name} has the shape {shape}, and its variable {wanted}."
         )
         raise StructureError(message)
-    return leaves.cast(checked, tf.as_dtype(dtype).base_dtype)
+    return checked
+
+
+def _cast(gradient: Any, variable: Any) -> Any:
+    """Return a gradient in the dtype of its variable.
+
+    Gradients are unscaled in float32; a float16 variable takes float16 ones.
+    """
+    if gradient is None:
+        return None
+    return leaves.cast(gradient, tf.as_dtype(_dtype_of(variable, gradient)))
+
+
+def _dtype_of(variable: Any, gradient: Any) -> str:
+    """Return the name of a variable's dtype; its gradient's where it has none."""
+    dtype = getattr(variable, "dtype", None) or leaves.values(gradient).dtype
+    return str(tf.as_dtype(dtype).base_dtype.name)
 
 
 def _size(variable: Any) -> int:

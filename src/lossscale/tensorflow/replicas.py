@@ -71,23 +71,29 @@ def spread(function: Callable[..., Any], *lists: list[Any]) -> Any:
     return None if tf.executing_eagerly() else strategy.group(results)
 
 
-def all_finite(grads: Any, is_finite: Callable[[Any], Array] | None = None) -> Array:
-    """Return whether the gradients of every replica are finite.
-
-    Args:
-        grads: A nest of gradients; across replicas, of those of all.
-        is_finite: Looks at one gradient, unless finiteness is all that is asked.
-    """
+def all_finite(grads: Any) -> Array:
+    """Return whether a nest of gradients is finite, in every replica."""
 
     def own_finite(own: Any) -> Array:
         checked = trees.map_leaves(partial(leaves.checked, "gradient"), own)
-        return verbs.all_finite(checked, is_finite or leaves.is_finite)
+        return verbs.all_true(
+            leaves.is_finite(leaf) for _, leaf in trees.leaves(checked)
+        )
 
+    return in_all(own_finite, grads)
+
+
+def in_all(check: Callable[..., Array], *lists: Any) -> Array:
+    """Return whether a check of its own gradients is true in every replica.
+
+    Args:
+        check: Returns a boolean scalar.
+        *lists: What it is given; across replicas, of all of them.
+    """
     if not in_cross_replica_context():
-        return own_finite(grads)
+        return check(*lists)
     strategy = tf.distribute.get_strategy()
-    flags = strategy.extended.call_for_each_replica(own_finite, args=(grads,))
-    return agreed(flags)
+    return agreed(strategy.extended.call_for_each_replica(check, args=lists))
 
 
 def agreed(finite: Any) -> Array:

@@ -15,7 +15,7 @@ through. Leaves are float16, bfloat16, float32 or float64 tensors, `tf.IndexedSl
 except eagerly for sparse gradients.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,8 @@ import tensorflow as tf
 from lossscale.core import checks, trees
 from lossscale.core.checks import shown
 from lossscale.core.errors import GradientError, StructureError
-from lossscale.core.policies import Policy
+from lossscale.core.headroom import largest_square
+from lossscale.core.policies import Policy, advance
 from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.tensorflow import leaves
@@ -88,8 +89,10 @@ def unscale(
     """Multiply gradients by 1 / scale, and say whether all of them are finite.
 
     float16 and bfloat16 gradients become float32, where small ones do not vanish
-    again; float64 stays float64. `Signal.finite` looks at the result: an infinity
-    stays one when it is unscaled, and a finite gradient may become one.
+    again; float64 stays float64. `Signal.finite` is about the result: an infinity
+    stays one when it is unscaled, and a finite gradient may become one. A gradient that
+    is finite and cannot be squared, as most optimizers do, is `Signal.too_large`:
+    `finite` is False, and `update` leaves the scale.
 
     Args:
         grads: A nest of scaled gradients.
@@ -110,7 +113,9 @@ def unscale(
     names = checks.measurements(measure)
     scaled = trees.map_leaves(partial(leaves.checked, "gradient"), grads)
     unscaled = divided(scaled, state.scale)
-    signal = Signal(finite=all_finite(unscaled))
+    finite, squarable = _all_finite_and_squarable(unscaled)
+    too_large = tf.logical_and(finite, tf.logical_not(squarable))
+    signal = Signal(finite=squarable, too_large=too_large)
     if names:
         signal = signal._replace(**measured(scaled, unscaled, names))
     return unscaled, signal
@@ -143,7 +148,10 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
             f"{shown(signal.finite)}. Use the signal that unscale returns."
         )
         raise GradientError(message)
-    after = policy.step(before, signal._replace(finite=finite), where=_where)
+    flags = signal._replace(finite=finite)
+    if flags.too_large is not None:
+        flags = flags._replace(too_large=_booleans(flags.too_large))
+    after = advance(policy, before, flags, where=_where)
     pairs = zip(after, before, strict=True)
     return ScaleState(*(tf.cast(new, old.dtype) for new, old in pairs))
 
@@ -197,12 +205,24 @@ def flag(finite: Any) -> Array:
     return flags if flags.shape.rank == 0 else tf.reshape(flags, ())
 
 
-def all_finite(
-    grads: Any, is_finite: Callable[[Any], Array] = leaves.is_finite
-) -> Array:
-    """Return whether every leaf is finite; a nest without leaves is."""
-    flags = [is_finite(leaf) for _, leaf in trees.leaves(grads)]
-    return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
+def all_true(flags: Iterable[Array]) -> Array:
+    """Return whether all of some boolean scalars are true; none at all are."""
+    listed = list(flags)
+    return tf.reduce_all(tf.stack(listed)) if listed else tf.constant(True)
+
+
+def _all_finite_and_squarable(grads: Any) -> tuple[Array, Array]:
+    """Return whether all numbers are finite, and whether their squares are too."""
+    finite, squarable = [], []
+    for _, leaf in trees.leaves(grads):
+        top, bound = leaves.magnitude(leaf), largest_square(leaves.dtype_name(leaf))
+        finite.append(tf.math.is_finite(top))
+        if isinstance(leaf, tf.IndexedSlices):  # rows of one index are added up
+            within = leaves.is_within(leaf, bound, leaves.dtype_name(leaf))
+            squarable.append(within)
+        else:
+            squarable.append(top <= bound)
+    return all_true(finite), all_true(squarable)
 
 
 def _booleans(finite: Any) -> Array:

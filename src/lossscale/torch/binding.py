@@ -4,7 +4,7 @@
 Everything happens at once, as in TensorFlow's eager mode.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def check_keys(saved: Any, expected: Mapping[str, Any]) -> None:
         raise StateError(message)
 
 
-class _Binding:
+class _Binding(classic.EagerBinding):
     """The methods that the framework-free bodies call."""
 
     def cell(
@@ -96,9 +96,6 @@ class _Binding:
     def constant(self, value: float) -> torch.Tensor:
         return torch.full((), value, dtype=torch.float32, device="cpu")
 
-    def check_context(self, method: str) -> None:
-        """Allow everything: there are no replicas."""
-
     def flag(self, finite: Any) -> torch.Tensor:
         return verbs.flag(finite)
 
@@ -114,32 +111,12 @@ class _Binding:
     def update(self, policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         return verbs.update(policy, state, signal)
 
-    def nothing(self) -> None:
-        return None
-
     def scale_loss(self, loss: Any, loss_scale: Any) -> Any:
         return verbs.scale(loss, ScaleState(loss_scale, 0, 0))
 
     def unscale(self, grads: list[Any], loss_scale: Any) -> list[Any]:
         # Whether they are finite is asked when they are applied.
         return list(verbs.divided(grads, loss_scale))
-
-    def across_replicas(self, function: Callable[..., Any], *lists: list[Any]) -> Any:
-        return function(*lists)
-
-    in_each_replica = across_replicas
-
-    def transaction(
-        self,
-        permitted: Any,
-        apply: Callable[[], Any],
-        skip: Callable[[], Any],
-        update: Callable[[], Any],
-    ) -> Any:
-        # torch's optimizers decide on the host: here a step waits for the device.
-        result = apply() if bool(permitted) else skip()
-        update()
-        return result
 
 
 BINDING = _Binding()

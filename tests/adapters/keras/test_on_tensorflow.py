@@ -78,7 +78,7 @@ def test_a_finite_duplicate_hides_an_infinite_one_from_keras(name):
     assert 4.0 == scale
 
 
-def test_duplicates_that_add_up_to_infinity_are_an_overflow():
+def test_duplicates_that_add_up_to_infinity_are_skipped():
     large = [[3e38, 1], [1, 1], [3e38, 1]]
     theirs, _ = apply_sparse(Original, keras.optimizers.Adam(0.5), large, 1.0)
     assert not np.isfinite(theirs).all()
@@ -86,7 +86,7 @@ def test_duplicates_that_add_up_to_infinity_are_an_overflow():
         inner = getattr(keras.optimizers, name)(0.5)
         ours, scale = apply_sparse(LossScaleOptimizer, inner, large, 1.0)
         assert np.ones((4, 2)).tolist() == ours.tolist()
-        assert 0.5 == scale
+        assert 1.0 == scale
 
 
 def test_a_sparse_gradient_without_rows_is_a_clean_step():
@@ -147,12 +147,23 @@ def test_keras_applies_a_nan_of_the_second_replica():
     assert [8.0] * 2 == scales
 
 
-def test_gradients_that_are_finite_apart_and_infinite_together_are_an_overflow():
+def test_gradients_that_are_finite_apart_and_infinite_together_are_skipped():
     copies, _, _ = replicated(Original, [3e38, 3e38], 1.0)
     assert np.isinf(copies).all()
-    copies, scales, _ = replicated(LossScaleOptimizer, [3e38, 3e38], 1.0)
-    assert [[1.0, 2.0]] * 2 == copies
-    assert [0.5] * 2 == scales
+    # Each could be added to the weights; their sum could not. No scale helps that.
+    for value in (3e38, 5e28):
+        copies, scales, optimizer = replicated(LossScaleOptimizer, [value, value], 1.0)
+        assert [[1.0, 2.0]] * 2 == copies
+        assert [1.0] * 2 == scales
+        assert "headroom" == optimizer.last_step.reason
+    assert replicated(LossScaleOptimizer, [2e28, 2e28], 1.0)[0] != copies
+
+
+def test_the_reasons_of_all_replicas_are_put_together():
+    _, scales, optimizer = replicated(LossScaleOptimizer, [np.inf, np.nan])
+    assert "nan" == optimizer.last_step.reason
+    _, scales, optimizer = replicated(LossScaleOptimizer, [3e38, np.inf])
+    assert ([4.0] * 2, "inf") == (scales, optimizer.last_step.reason)
 
 
 @pytest.mark.parametrize(

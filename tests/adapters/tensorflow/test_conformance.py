@@ -8,6 +8,7 @@ import numpy as np  # noqa: E402
 from conformance import (  # noqa: E402
     ClassicConformance,
     Framework,
+    HeadroomConformance,
     VerbConformance,
 )
 
@@ -25,15 +26,15 @@ def compiled(**options):
     )
 
 
-class TestEager(VerbConformance, ClassicConformance):
+class TestEager(VerbConformance, HeadroomConformance, ClassicConformance):
     framework = EAGER
 
 
-class TestFunction(VerbConformance):
+class TestFunction(VerbConformance, HeadroomConformance):
     framework = compiled()
 
 
-class TestXla(VerbConformance):
+class TestXla(VerbConformance, HeadroomConformance):
     framework = compiled(jit_compile=True)
 
 

@@ -156,7 +156,7 @@ def test_an_update_returns_none_eagerly():
         assert ls.DynamicLossScale(8, 3).update([gradient])[0] is None
 
 
-def test_an_update_returns_an_op_in_a_graph():
+def test_an_update_returns_a_tensor_in_a_graph():
     with tf.Graph().as_default():
         for updated in (
             ls.FixedLossScaleManager(8).update_loss_scale(True),
@@ -164,7 +164,7 @@ def test_an_update_returns_an_op_in_a_graph():
             ls.FixedLossScale(8).update([])[0],
             ls.DynamicLossScale(8).update([tf.constant(1.0)])[0],
         ):
-            assert isinstance(updated, tf.Operation)
+            assert isinstance(updated, tf.Tensor)
 
 
 def test_each_run_of_an_update_op_is_one_update():

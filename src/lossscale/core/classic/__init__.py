@@ -8,7 +8,7 @@ originals first and the recorded originals where the pages are silent; every
 difference is a row of the compatibility page.
 """
 
-from lossscale.core.classic.binding import Binding, Cell, Variable
+from lossscale.core.classic.binding import Binding, Cell, EagerBinding, Variable
 from lossscale.core.classic.loss_scales import (
     DynamicLossScale,
     FixedLossScale,
@@ -26,6 +26,7 @@ __all__ = [
     "Binding",
     "Cell",
     "DynamicLossScale",
+    "EagerBinding",
     "ExponentialUpdateLossScaleManager",
     "FixedLossScale",
     "FixedLossScaleManager",

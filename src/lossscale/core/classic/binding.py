@@ -106,11 +106,60 @@ class Binding(Protocol):
         permitted: Array,
         apply: Callable[[], Any],
         skip: Callable[[], Any],
-        update: Callable[[], Any],
+        is_finite: Callable[[], Array],
+        update: Callable[[Array | None], Any],
     ) -> Any:
         """Run `apply` if permitted, else `skip`; then `update` in any case.
 
-        If `apply` raises, `update` does not happen: the scale and the weights move
-        together or not at all. Returns `None`, or an op that does all of it.
+        `update` is given whether the step was skipped although the gradients are
+        finite, which `is_finite` says of a skipped step; or `None` where `apply` was
+        run. If `apply` raises, `update` does not happen: the scale and the weights move
+        together or not at all. Returns what `apply` returns, or an op that does all of
+        it.
         """
         ...
+
+    def unless(self, condition: Array, ask: Callable[[], tuple[Any, Any]]) -> Array:
+        """Return False if a condition holds, else the flag that `ask` returns.
+
+        `ask` returns what there is to run, and a flag; it has run when the flag is
+        known.
+        """
+        ...
+
+
+class EagerBinding:
+    """The part of a `Binding` that is the same wherever everything happens at once."""
+
+    flag: Callable[[Any], Array]
+
+    def check_context(self, method: str) -> None:
+        """Allow everything: there are no replicas."""
+
+    def nothing(self) -> None:
+        """Return what an update without effect returns."""
+        return
+
+    def across_replicas(self, function: Callable[..., Any], *lists: list[Any]) -> Any:
+        """Call the function."""
+        return function(*lists)
+
+    in_each_replica = across_replicas
+
+    def transaction(
+        self,
+        permitted: Array,
+        apply: Callable[[], Any],
+        skip: Callable[[], Any],
+        is_finite: Callable[[], Array],
+        update: Callable[[Array | None], Any],
+    ) -> Any:
+        """Run one or the other, then `update`; where there is a device, wait for it."""
+        applied = bool(permitted)
+        result = apply() if applied else skip()
+        update(None if applied else is_finite())
+        return result
+
+    def unless(self, condition: Array, ask: Callable[[], tuple[Any, Any]]) -> Array:
+        """Ask if a condition does not hold."""
+        return self.flag(False if bool(condition) else ask()[1])

@@ -90,6 +90,10 @@ class FixedLossScale(LossScale):
         """Do nothing, as `update`."""
         return self.update(finite)
 
+    def update_from_signal(self, signal: Signal) -> Any:
+        """Do nothing, whatever the step saw."""
+        return self.update(signal)[0]
+
     def get_config(self) -> dict[str, Any]:
         """Return `{"loss_scale_value": ...}`."""
         return {"loss_scale_value": self._value}
@@ -193,8 +197,15 @@ class DynamicLossScale(LossScale):
         """
         self._binding.check_context("update")
         flag = self._binding.flag(finite)
-        state = self._binding.update(self._policy, self._cell.read(), Signal(flag))
-        return self._cell.assign(state), flag
+        return self.update_from_signal(Signal(flag)), flag
+
+    def update_from_signal(self, signal: Signal) -> Any:
+        """Update the loss scale from what a step saw; return what `update` does first.
+
+        A gradient that is `too_large` leaves it as it is.
+        """
+        state = self._binding.update(self._policy, self._cell.read(), signal)
+        return self._cell.assign(state)
 
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments; a floor only if it is not 1."""

@@ -52,6 +52,10 @@ class FixedLossScaleManager(LossScaleManager):
         del finite_grads
         return self._binding.nothing()
 
+    def update_from_signal(self, signal: Signal) -> Any:
+        """Do nothing, whatever the step saw."""
+        return self.update_loss_scale(signal.finite)
+
 
 class ExponentialUpdateLossScaleManager(LossScaleManager):
     """A manager that grows after clean steps in a row and shrinks after bad steps.
@@ -140,6 +144,9 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
             `None` where the update happens at once, else an op that performs it.
         """
         self._binding.check_context("update_loss_scale")
-        signal = Signal(self._binding.flag(finite_grads))
+        return self.update_from_signal(Signal(self._binding.flag(finite_grads)))
+
+    def update_from_signal(self, signal: Signal) -> Any:
+        """Count a step of which more is known than whether it was finite."""
         state = self._cell.read()
         return self._cell.assign(self._binding.update(self._policy, state, signal))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer wrapper: scale the loss, unscale the gradients, skip the bad step."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from inspect import unwrap
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard
 
 from lossscale.core import checks
 from lossscale.core.classic.binding import Binding
@@ -13,9 +14,13 @@ from lossscale.core.classic.loss_scales import (
     LossScale,
     get,
 )
-from lossscale.core.classic.managers import LossScaleManager
+from lossscale.core.classic.managers import (
+    ExponentialUpdateLossScaleManager,
+    FixedLossScaleManager,
+    LossScaleManager,
+)
 from lossscale.core.errors import SettingError
-from lossscale.core.state import Array
+from lossscale.core.state import Array, Signal
 
 
 class Optimizer(Protocol):
@@ -70,7 +75,7 @@ class LossScaleOptimizer:
             return
         found = get(loss_scale_manager, self._fixed_class, self._dynamic_class)
         if found is None:
-            message = 'The loss scale cannot be None; pass a number or "dynamic".'
+            message = 'loss_scale cannot be None; pass a number or "dynamic".'
             raise SettingError(message)
         self._loss_scale = found
 
@@ -109,7 +114,9 @@ class LossScaleOptimizer:
         """Apply unscaled gradients if they are finite, then update the loss scale.
 
         On a skipped step the wrapped optimizer is not called at all: weights, slots
-        and step counters stay as they are. If it raises, the scale does not move.
+        and step counters stay as they are. If it raises, the scale does not move. A
+        step is also skipped for a finite gradient that is too large for the optimizer;
+        the scale and its counters then stay, because no lower scale would help.
 
         Args:
             grads_and_vars: Pairs of gradient and variable; an iterator will do.
@@ -121,18 +128,17 @@ class LossScaleOptimizer:
         pairs = [(grad, var) for grad, var in grads_and_vars if grad is not None]
 
         def apply(gradients: list[Any], variables: list[Any]) -> Any:
-            own = list(zip(gradients, variables, strict=True))
+            own = self._prepare(list(zip(gradients, variables, strict=True)))
             return self._optimizer.apply_gradients(own, *arguments, **keywords)
 
         def step(gradients: list[Any], variables: list[Any]) -> Any:
-            finite = self._can_be_applied(gradients, variables)
-            permitted, update = self._decide(finite, gradients)
-            if self._skip_nonfinite:
-                permitted = permitted & finite
+            applicable = self._can_be_applied(gradients, variables)
+            permitted, update = self._decide(applicable, gradients)
             return self._binding.transaction(
                 permitted,
                 lambda: self._binding.in_each_replica(apply, gradients, variables),
                 lambda: self._skip(*arguments, **keywords),
+                lambda: self._are_finite(gradients),
                 update,
             )
 
@@ -180,6 +186,14 @@ class LossScaleOptimizer:
         del variables
         return self._binding.all_finite(gradients)
 
+    def _are_finite(self, gradients: list[Any]) -> Array:
+        """Return whether gradients that cannot be applied are finite all the same."""
+        return self._binding.all_finite(gradients)
+
+    def _prepare(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """Return pairs of gradient and variable as the wrapped optimizer takes them."""
+        return pairs
+
     def _skip(self, *arguments: Any, **keywords: Any) -> Any:
         """Do what a skipped step does in place of applying: nothing."""
 
@@ -195,31 +209,66 @@ class LossScaleOptimizer:
             return self._loss_scale.get_loss_scale()
         return self._loss_scale()
 
-    def _decide(self, finite: Array, gradients: list[Any]) -> tuple[Any, Any]:
+    def _decide(
+        self, applicable: Array, gradients: list[Any]
+    ) -> tuple[Any, Callable[[Array | None], Any]]:
         """Return whether the gradients may be applied, and what updates the scale.
 
         A manager has no say in applying: it always skipped. Our own loss scales say
         what they will say before they move, so that they can move last. A custom one
-        speaks only by moving, so it moves first.
+        speaks only by moving, so it moves first. None is asked, and none moves, if the
+        gradients are finite and too large for the optimizer.
         """
         scale = self._loss_scale
+        if _is_ours(scale):
+            always = isinstance(scale, FixedLossScale) and not self._skip_nonfinite
+            permitted = self._binding.flag(True) if always else applicable
+            return permitted, lambda too_large: scale.update_from_signal(
+                Signal(applicable, too_large=too_large)
+            )
         if isinstance(scale, LossScaleManager):
-            return finite, lambda: scale.update_loss_scale(finite)
-        if isinstance(scale, (FixedLossScale, DynamicLossScale)) and not _overrides(
-            scale
-        ):
-            always = isinstance(scale, FixedLossScale)
-            permitted = self._binding.flag(True) if always else finite
-            return permitted, lambda: scale.update_from_finite(finite)[0]
-        operation, should_apply = scale.update(gradients)
-        return self._binding.flag(should_apply), lambda: operation
+            return applicable, partial(self._update_custom_manager, scale, applicable)
+        too_large = self._are_finite(gradients) & ~applicable
+        permitted = self._binding.unless(too_large, lambda: scale.update(gradients))
+        if self._skip_nonfinite:
+            permitted = permitted & applicable
+        return permitted, lambda _: None
+
+    def _update_custom_manager(
+        self, manager: LossScaleManager, applied: Array, too_large: Array | None
+    ) -> Any:
+        """Give a manager of the user's the flag, unless the step was too large."""
+        if too_large is None:
+            return manager.update_loss_scale(applied)
+        return self._binding.unless(
+            too_large, lambda: (manager.update_loss_scale(applied), True)
+        )
 
 
-def _overrides(scale: FixedLossScale | DynamicLossScale) -> bool:
-    """Whether a subclass has an update of its own."""
-    original = FixedLossScale if isinstance(scale, FixedLossScale) else DynamicLossScale
-    return any(
-        # A framework's decorator around our own method does not make it another.
-        unwrap(getattr(type(scale), name)) is not getattr(original, name)
-        for name in ("update", "update_from_finite")
-    )
+_Ours: TypeAlias = (
+    FixedLossScale
+    | DynamicLossScale
+    | FixedLossScaleManager
+    | ExponentialUpdateLossScaleManager
+)
+
+
+def _is_ours(scale: LossScaleManager | LossScale) -> TypeGuard[_Ours]:
+    """Whether a scale is one of our classes, without an update of its own."""
+    for original, methods in _METHODS.items():
+        if isinstance(scale, original):
+            return all(
+                # A framework's decorator around our own method leaves it ours.
+                unwrap(getattr(type(scale), name)) is getattr(original, name)
+                for name in methods
+            )
+    return False
+
+
+_METHODS: dict[type, tuple[str, ...]] = {
+    FixedLossScale: ("update", "update_from_finite"),
+    DynamicLossScale: ("update", "update_from_finite"),
+    FixedLossScaleManager: ("update_loss_scale",),
+    ExponentialUpdateLossScaleManager: ("update_loss_scale",),
+}
+"""By what each of our classes is updated."""
