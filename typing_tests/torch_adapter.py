@@ -17,13 +17,13 @@ reports: list[ls.StepReport] = []
 
 scaler: ls.GradScaler = ls.GradScaler()
 scaler = ls.GradScaler("cuda", 2.0**10, 2.0, 0.5, 100, True)
-scaler = ls.GradScaler("cpu", policy=Dynamic(hysteresis=2), observer=reports.append)
+scaler = ls.GradScaler("cpu", policy=Dynamic(hysteresis=2), on_step=reports.append)
 scaler = ls.GradScaler("cpu", policy=presets.get("torch"), module=model)
 scaler = ls.GradScaler("cpu", names={"weight": model.weight}, measure_norm=True)
 scaler = ls.GradScaler(
     "cpu",
     names=[("weight", model.weight)],
-    on_no_gradients="clean step",
+    on_no_gradients="ignore",
     allow_fp16=True,
     max_consecutive_skips=None,
     on_collapse="raise",
@@ -39,10 +39,10 @@ scaler.update()
 scaler.update(8.0)
 scaler.step_scheduler(torch.optim.lr_scheduler.ExponentialLR(inner, 0.9), wait=True)
 scaler.flush()
-gate: Any = scaler.gate()
+gate: Any = scaler.step_applied()
 own: Policy = scaler.policy
 now: ScaleState = scaler.state
-counted: int = scaler.steps + scaler.skipped + scaler.consecutive_skips
+counted: int = scaler.total_steps + scaler.skipped_steps + scaler.consecutive_skips
 saved: dict[str, Any] = scaler.state_dict()
 scaler.load_state_dict(saved)
 
@@ -51,7 +51,7 @@ if report is not None:
     applied: bool = report.applied
     reason: str | None = report.reason
     measured: float | None = report.norm
-    names: tuple[str, ...] = report.culprits
+    names: tuple[str, ...] = report.nonfinite_names
     by_one: bool | None = report.applied_by(inner)
     report.missing  # type: ignore[attr-defined]
 
@@ -89,7 +89,7 @@ optimizer.load_state_dict(optimizer.state_dict())
 groups: list[dict[str, Any]] = optimizer.param_groups
 
 sharded: ls.GradScaler = ls.ShardedGradScaler("cpu", 8.0, 0.5, 2.0, 100, True, None)
-ls.GradScaler("cpu", process_group=[], meshes=None, sharded=None)
+ls.GradScaler("cpu", process_groups=[], meshes=None, shard_groups=None)
 
 ls.GradScaler("cpu", policy=8.0)  # type: ignore[arg-type]
 ls.GradScaler("cpu", 8.0, 2.0, 0.5, 100, True, Dynamic())  # type: ignore[call-arg]

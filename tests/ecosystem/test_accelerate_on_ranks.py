@@ -307,9 +307,9 @@ def resumed(way, whose, kind, folder, again):
 def test_a_saved_run_goes_on_as_if_it_had_not_stopped(ranks, tmp_path, way, kind):
     arguments = way, "ours", kind, str(tmp_path), way == "FSDP2"
     for saved, loaded, through, end in ranks.run(resumed, *arguments):
-        assert (3, 1) == (saved["steps"], saved["skipped"])
+        assert (3, 1) == (saved["total_steps"], saved["skipped_steps"])
         assert saved == loaded
-        assert (6, 2) == (through[1]["steps"], through[1]["skipped"])
+        assert (6, 2) == (through[1]["total_steps"], through[1]["skipped_steps"])
         assert through == end
 
 
@@ -320,7 +320,7 @@ def test_loading_counts_as_a_clean_step_under_fsdp2(ranks, tmp_path, whose):
     for saved, loaded, _, _ in ranks.run(resumed, *arguments):
         assert saved["_growth_tracker"] + 1 == loaded["_growth_tracker"]
         if whose == "ours":
-            assert saved["steps"] + 1 == loaded["steps"]
+            assert saved["total_steps"] + 1 == loaded["total_steps"]
 
 
 def states_of_adamw(whose, folder):

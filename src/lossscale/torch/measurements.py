@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lossscale.core import trees
-from lossscale.torch.leaves import common_device, moved, values
+from lossscale.torch.gradient import common_device, moved, values
 
 _BITS = {
     # The integer of the same size, and the smallest normal number's bits.

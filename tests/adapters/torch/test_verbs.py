@@ -11,6 +11,7 @@ import numpy as np  # noqa: E402
 
 import lossscale.numpy  # noqa: E402
 import lossscale.torch as ls  # noqa: E402
+from lossscale.torch import classic  # noqa: E402
 from lossscale import Dynamic, Fixed, ScaleState, Signal  # noqa: E402
 from lossscale.core.errors import GradientError, StructureError  # noqa: E402
 
@@ -286,7 +287,7 @@ def test_what_is_no_flag_is_refused(wrong):
     with pytest.raises(GradientError, match="one boolean"):
         ls.update(Dynamic(), state(8.0), Signal(wrong))
     with pytest.raises(GradientError, match="one boolean"):
-        ls.DynamicLossScale().update_from_finite(wrong)
+        classic.DynamicLossScale().update_from_finite(wrong)
 
 
 def test_signals_of_any_boolean_kind_are_taken():

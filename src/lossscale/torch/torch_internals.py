@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private functions and attributes of torch that this package relies on, in one place.
+
+Each was there in every version that is supported; a test calls all of them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+foreach_norm: Callable[[Sequence[torch.Tensor], float], list[torch.Tensor]]
+foreach_norm = torch._foreach_norm
+
+foreach_mul_: Callable[[Sequence[torch.Tensor], float | torch.Tensor], None]
+foreach_mul_ = torch._foreach_mul_
+
+all_addresses_equal: (
+    Callable[[Sequence[torch.Tensor], list[int], list[int]], bool] | None
+)
+all_addresses_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+"""Compares many addresses in C++; present only in builds with CUDA."""
+
+disable_dynamo: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
+
+new_optimizer_state: Callable[[], dict[str, Any]] = _refresh_per_optimizer_state
+"""Makes torch's state of one optimizer: READY, without flags."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to."""
+    return tensor._version
+
+
+def uncoalesced_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a sparse tensor, whether it is coalesced or not."""
+    return tensor._values()
+
+
+def local_tensor(dtensor: "DTensor") -> torch.Tensor:
+    """Return the shard of a DTensor that this rank has."""
+    return dtensor._local_tensor
+
+
+def device_types(group: object) -> set[str]:
+    """Return the kinds of devices whose tensors a process group can reduce."""
+    return {device.type for device in getattr(group, "_device_types", ())}
+
+
+def guard_class() -> type[Any] | None:
+    """Return the guard on tensors of torch's compiler, if this torch has it."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards  # noqa: PLC0415
+    except ImportError:
+        return None
+    return cast("type[Any]", TensorGuards)
+
+
+def is_being_compiled() -> bool:
+    """Whether `torch.compile` is tracing this call."""
+    return torch.compiler.is_compiling()
