@@ -248,7 +248,7 @@ def test_the_alarm_goes_off_in_the_step_and_training_can_go_on(kind):
     )
     run = start(scaler, kind)
     step(run, INF)
-    with pytest.raises(errors.CollapseError, match="2 steps in a row were skipped"):
+    with pytest.raises(errors.CollapseError, match="2 consecutive steps were skipped"):
         step(run, INF)
     before = weights(run)
     step(run)
@@ -498,7 +498,9 @@ def test_a_saved_run_goes_on_as_if_it_had_not_stopped(kind, tmp_path):
     resumed = fresh()
     resumed.accelerator.load_state(str(tmp_path))
     assert saved == resumed.accelerator.scaler.state_dict()
-    assert (3, 1, 1) == tuple(saved[n] for n in ("steps", "skipped", "_growth_tracker"))
+    assert (3, 1, 1) == tuple(
+        saved[n] for n in ("total_steps", "skipped_steps", "_growth_tracker")
+    )
     for factor in BAD_IN_BETWEEN[3:]:
         step(resumed, factor)
     check_equal(weights(through), weights(resumed))

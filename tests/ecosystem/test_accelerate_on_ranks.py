@@ -95,8 +95,8 @@ def made(way, whose, settings):
 def start(way, whose="ours", kind="plain", settings=SETTINGS):
     """Return a run at its first step: the same weights every time, a rate of 0.1."""
     accelerator = turned_on(way)
-    if settings.get("process_group") == "all":
-        settings = {**settings, "process_group": torch.distributed.group.WORLD}
+    if settings.get("process_groups") == "all":
+        settings = {**settings, "process_groups": torch.distributed.group.WORLD}
     accelerator.scaler = made(way, whose, settings)
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -179,7 +179,7 @@ def test_an_infinite_loss_of_one_rank_skips_the_step_on_all(ranks, kind):
 
 @plain_or_fused
 def test_a_gradient_that_one_rank_alone_has_wrong_skips_the_step_on_all(ranks, kind):
-    settings = {**SETTINGS, "process_group": "all"}
+    settings = {**SETTINGS, "process_groups": "all"}
     found = ranks.run(train, "DDP", "ours", kind, "gradient", settings)
     check_skipped(found)
     assert found[0]["weights"] == found[1]["weights"]
@@ -188,7 +188,7 @@ def test_a_gradient_that_one_rank_alone_has_wrong_skips_the_step_on_all(ranks, k
 def loss_that_is_bad_on_one_rank(process_group):
     """Skip by a policy that asks whether the loss was finite; return the scale."""
     policy = Dynamic(init_scale=1024.0, hold_on_nonfinite_loss=True)
-    settings = {"policy": policy, "process_group": process_group}
+    settings = {"policy": policy, "process_groups": process_group}
     run = start("DDP", settings=settings)
     step(run, "loss")
     return run.accelerator.scaler.get_scale()
