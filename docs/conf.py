@@ -12,14 +12,13 @@ from types import SimpleNamespace
 
 from sphinx.ext.autodoc.mock import mock
 
-# The pages are built without a framework, and look the same where one is installed: the
-# adapters are imported with stand-ins. A stand-in is enough for everything but base
-# classes, decorators, and a version that is compared.
-with mock(["tensorflow", "keras", "torch", "jax", "optax"]):
+# torch's adapter is imported with torch. The others are imported with stand-ins:
+# TensorFlow and Triton, which torch imports, cannot be in one process. A stand-in is
+# enough for everything but base classes, decorators, and a version that is compared.
+with mock(["tensorflow", "keras", "jax", "optax"]):
     import keras
     import optax
     import tensorflow as tf
-    import torch
 
     tf.Module = type("Module", (), {})
     optimizers = SimpleNamespace(Optimizer=type("Optimizer", (), {}))
@@ -32,16 +31,12 @@ with mock(["tensorflow", "keras", "torch", "jax", "optax"]):
     keras.saving = SimpleNamespace(
         register_keras_serializable=lambda **_: lambda decorated: decorated
     )
-    torch.amp = SimpleNamespace(GradScaler=type("GradScaler", (), {}))
-    torch.nn = SimpleNamespace(Module=type("Module", (), {"__module__": "torch.nn"}))
-    torch.Tensor = type("Tensor", (), {"__module__": "torch"})
-    torch.device = type("device", (), {"__module__": "torch"})
     optax.MultiSteps = type("MultiSteps", (), {"__module__": "optax"})
     import lossscale.jax.drop_ins
     import lossscale.keras
     import lossscale.optax
     import lossscale.tensorflow
-    import lossscale.torch  # noqa: F401
+    import lossscale.torch.classic  # noqa: F401
 
 project = "lossscale"
 author = "The lossscale developers"
@@ -86,6 +81,8 @@ nitpick_ignore_regex = [
     (r"py:(class|obj)", r"(lossscale\.core\.classic\.loss_scales\.)?Self"),
     # A type variable: a tensor, or an iterable of tensors.
     (r"py:(class|obj)", r"(lossscale\.torch\.grad_scaler\.)?Outputs"),
+    # torch's process groups and meshes, and what is like them.
+    (r"py:class", r"ProcessGroup|DeviceMesh|GroupLike"),
     # What an optimizer must have; described in the text of LossScaleOptimizer.
     (r"py:class", r"(lossscale\.core\.classic\.optimizer\.)?Optimizer"),
     # The standard library and NumPy: no inventory is downloaded.

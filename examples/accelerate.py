@@ -60,7 +60,8 @@ def train(name, half, scaled):
         if muon.step_was_skipped and step == 200:
             seen = accelerator.scaler.last_step
             print(
-                f"step {step} skipped: {seen.reason}, {len(seen.nonfinite_names)} layers"
+                f"step {step} skipped: {seen.reason}, "
+                f"{len(seen.nonfinite_names)} layers"
             )
         if step == STEPS // 2:
             with tempfile.TemporaryDirectory() as folder:

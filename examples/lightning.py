@@ -73,7 +73,8 @@ def train(name, half, scaled):
         guesses = model.to(DEVICE).network(DIGITS.test_images).argmax(1)
     right, scale = (guesses == DIGITS.test_labels).float().mean(), scaler.get_scale()
     print(
-        f"{name:22} accuracy {right:.1%} skipped {scaler.skipped_steps} scale {scale:,.0f}"
+        f"{name:22} accuracy {right:.1%} "
+        f"skipped {scaler.skipped_steps} scale {scale:,.0f}"
     )
 
 

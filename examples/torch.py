@@ -57,7 +57,8 @@ def train(name, half, scaled):
         if scaled and step == 200:
             seen = scaler.last_step
             print(
-                f"step {step} skipped: {seen.reason}, {len(seen.nonfinite_names)} layers"
+                f"step {step} skipped: {seen.reason}, "
+                f"{len(seen.nonfinite_names)} layers"
             )
         if step == STEPS // 2:
             file, parts = io.BytesIO(), (model, muon, schedule, scaler)

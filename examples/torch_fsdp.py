@@ -64,7 +64,8 @@ def main():
         scaler.update()
         if step == 200:
             print(
-                f"rank {rank}: {scaler.last_step.reason} {scaler.last_step.nonfinite_names}"
+                f"rank {rank}: {scaler.last_step.reason} "
+                f"{scaler.last_step.nonfinite_names}"
             )
         if step == STEPS // 2:
             saved = copy.deepcopy([x.state_dict() for x in (model, adam, scaler)])

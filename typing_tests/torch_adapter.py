@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import lossscale.torch as ls
+import lossscale.torch.classic as torch_classic
 from lossscale import Dynamic, Fixed, Policy, ScaleState, Signal, presets
 from lossscale.core import classic
 
@@ -64,21 +65,23 @@ seen: Signal = signal
 state = ls.update(policy, state, signal)
 chosen: Any = ls.select(signal.finite, unscaled, unscaled)
 
-manager: ls.LossScaleManager = ls.ExponentialUpdateLossScaleManager(
-    8.0, 2, floor=0.5, at_floor="clamp"
+manager: torch_classic.LossScaleManager = (
+    torch_classic.ExponentialUpdateLossScaleManager(8.0, 2, floor=0.5, at_floor="clamp")
 )
-fixed_manager: ls.LossScaleManager = ls.FixedLossScaleManager(8.0)
+fixed_manager: torch_classic.LossScaleManager = torch_classic.FixedLossScaleManager(8.0)
 manager.update_loss_scale(True)
-fixed: ls.LossScale = ls.FixedLossScale(8)
-dynamic: ls.DynamicLossScale = ls.DynamicLossScale(8.0, increment_period=100)
+fixed: torch_classic.LossScale = torch_classic.FixedLossScale(8)
+dynamic: torch_classic.DynamicLossScale = torch_classic.DynamicLossScale(
+    8.0, increment_period=100
+)
 operation, should_apply = dynamic.update([torch.ones(()), None])
 numbers: dict[str, float] = dynamic.state_dict()
 dynamic.load_state_dict(numbers)
-found: classic.LossScale | None = ls.get("dynamic")
+found: classic.LossScale | None = torch_classic.get("dynamic")
 
-optimizer = ls.LossScaleOptimizer(inner, dynamic, skip_nonfinite=True)
+optimizer = torch_classic.LossScaleOptimizer(inner, dynamic, skip_nonfinite=True)
 for identifier in (manager, fixed, 8, 8.0, "dynamic"):
-    ls.LossScaleOptimizer(inner, loss_scale_manager=identifier)
+    torch_classic.LossScaleOptimizer(inner, loss_scale_manager=identifier)
 optimizer.zero_grad()
 optimizer.backward(loss, retain_graph=True)
 optimizer.step()
@@ -98,6 +101,6 @@ scaler.step_scheduler()  # type: ignore[call-arg]
 ls.GradScaler("cpu", on_collapse="stop")  # type: ignore[arg-type]
 ls.GradScaler("cpu", on_no_gradients="ignore it")  # type: ignore[arg-type]
 scaled_losses: list[Any] = scaler.scale([loss, loss])
-ls.LossScaleOptimizer(inner)  # type: ignore[call-arg]
-ls.LossScaleOptimizer(inner, None)  # type: ignore[arg-type]
+torch_classic.LossScaleOptimizer(inner)  # type: ignore[call-arg]
+torch_classic.LossScaleOptimizer(inner, None)  # type: ignore[arg-type]
 wrong: ScaleState = ls.init(Fixed)  # type: ignore[arg-type]

@@ -73,7 +73,8 @@ if __name__ == "__main__":
         print(f"{name:8} scale {scale:g}, {tracker} clean steps, as without: {same}")
     ours = seen[1][2]
     print(
-        f"ours counted {ours.total_steps} steps of its own, {ours.skipped_steps} skipped"
+        f"ours counted {ours.total_steps} steps of its own, "
+        f"{ours.skipped_steps} skipped"
     )
     same = all(map(torch.equal, expected, found))
     print(f"weights the same to the bit: {same}")

@@ -544,4 +544,7 @@ def test_the_plugin_for_fsdp_uses_a_scaler_that_is_assigned():
     trainer.fit(model)
     assert [1024.0, 512.0, 512.0, 1024.0, 1024.0, 2048.0] == model.scales
     assert torch.equal(model.weights[0], model.weights[1])
-    assert (6, 1) == (plugin.state_dict()["steps"], plugin.state_dict()["skipped"])
+    assert (6, 1) == (
+        plugin.state_dict()["total_steps"],
+        plugin.state_dict()["skipped_steps"],
+    )

@@ -199,7 +199,11 @@ def test_a_checkpoint_has_the_scaler_and_resuming_restores_it(optimizer, tmp_pat
     through.train()
     checkpoint = tmp_path / "through" / "checkpoint-3"
     saved = torch.load(checkpoint / "scaler.pt", weights_only=True)
-    assert (512.0, 3, 1) == (saved["scale"], saved["steps"], saved["skipped"])
+    assert (512.0, 3, 1) == (
+        saved["scale"],
+        saved["total_steps"],
+        saved["skipped_steps"],
+    )
 
     again, resumed, recorder = fresh(tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(checkpoint))

@@ -15,10 +15,10 @@ from triton.compiler import ASTSource  # noqa: E402
 from lossscale.core.policies import Switches  # noqa: E402
 from lossscale.torch.inspection.kernels import (  # noqa: E402
     launch,
-    read as reading,
     scale_update,
     summarize,
 )
+from lossscale.torch.inspection.kernels import read as reading  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip(

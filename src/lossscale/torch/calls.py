@@ -14,8 +14,8 @@ def warn_caller(message: str, category: type[Warning]) -> None:
 
 
 def stack_level_of_caller() -> int:
-    """Return the `stacklevel` of the first frame outside, for the function that calls."""
-    level, frame = 1, sys._getframe(1)
+    """Return the `stacklevel` of the first frame outside of lossscale."""
+    level, frame = 1, sys._getframe(1)  # noqa: SLF001
     while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     return level

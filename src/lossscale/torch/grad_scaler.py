@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GradScaler`: a drop-in `torch.amp.GradScaler` that never applies a non-finite update.
+"""`GradScaler`: a drop-in `torch.amp.GradScaler` without non-finite updates.
 
-It reads each gradient once per step. This file has the public methods, the private names of
-torch's class that others override or call, and the order of calls; how gradients are read
-is in `inspection`, how ranks decide together in `distributed`, and the parts that the
-scaler is composed of in `scaler`.
+It reads each gradient once per step. This file has the public methods, the private
+names of torch's class that others override or call, and the order of calls; how
+gradients are read is in `inspection`, how ranks decide together in `distributed`, and
+the parts that the scaler is composed of in `scaler`.
 """
 
 import warnings
@@ -148,8 +148,8 @@ class GradScaler(torch.amp.GradScaler):
                 gradients are taken to be whole on every rank.
 
         Raises:
-            SettingError: If a setting is invalid, or if a policy comes together with one
-                of the numbers that it replaces.
+            SettingError: If a setting is invalid, or if a policy comes together with
+                one of the numbers that it replaces.
             StateError: If the policy cannot go on from the state.
         """
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
@@ -184,7 +184,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._per_optimizer_states = defaultdict(new_optimizer_state)
         self._is_on_host: bool | None = None
-        """Whether the state is Python numbers; `None` before the scale is on a device."""
+        """Whether the state is Python numbers; `None` before the first `scale`."""
         if given is not None:
             self._init_scale = float(given.init().scale)
             factors = torch_factors(given)
@@ -263,7 +263,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @computed
     def consecutive_skips(self) -> int:
-        """How many steps were skipped since the last applied one; waits for the device."""
+        """How many steps were skipped since the last applied one; waits."""
         return self._state.numbers()[1][2] if self._enabled else 0
 
     def step_applied(self) -> torch.Tensor:
@@ -293,8 +293,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Call it after every `update`, in place of `scheduler.step()`; a schedule per
         epoch keeps `scheduler.step()`. On a GPU the host knows one step later whether a
-        step was applied; there the rate may change one step late, and nothing waits. With
-        `wait` it is never late.
+        step was applied; there the rate may change one step late, and nothing waits.
+        With `wait` it is never late.
 
         Args:
             scheduler: A scheduler of an optimizer that this scaler steps.
@@ -307,8 +307,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._reports and self._is_overridden("update"):
             message = (
                 f"{type(self).__name__} overrides update() and never calls "
-                "GradScaler's, so its steps are not known. Call super().update() in it, "
-                "or scheduler.step()."
+                "GradScaler's, so its steps are not known. Call super().update() in "
+                "it, or scheduler.step()."
             )
             raise ContextError(message)
         optimizer = getattr(scheduler, "optimizer", None)
@@ -478,7 +478,7 @@ class GradScaler(torch.amp.GradScaler):
         step.mark_unscaled(found_inf, live.iteration.losses, stepping=stepping)
 
     def _write_back(self, step: OptimizerStep) -> None:
-        """Write unscaled, clipped gradients where a fused optimizer's are still scaled."""
+        """Write unscaled, clipped gradients where they are still scaled."""
         if step.inspection is None:
             return
         step.is_unscaling = True
@@ -500,9 +500,9 @@ class GradScaler(torch.amp.GradScaler):
 
         One read gives the norm, the finite check and the factor. Nothing waits. What
         `.grad` holds afterwards depends on the optimizer: a plain one's gradients are
-        unscaled and clipped. A fused one divides by itself, so its gradients are left as
-        they came, still scaled; pass `write_back=True`, or call `unscale_` afterwards, to
-        have them unscaled and clipped as well.
+        unscaled and clipped. A fused one divides by itself, so its gradients are left
+        as they came, still scaled; pass `write_back=True`, or call `unscale_`
+        afterwards, to have them unscaled and clipped as well.
 
         Args:
             optimizer: Whose gradients to clip; once a step, after all backward passes.
@@ -574,9 +574,9 @@ class GradScaler(torch.amp.GradScaler):
 
         Call it after every `backward`. The gradients are unscaled, added to buffers and
         taken off the parameters; of a micro-batch with a gradient that is not finite
-        nothing is added. `step` applies the sum of the finite ones times all over finite
-        ones, as if none were missing, and skips only if none was finite. `update` lowers
-        the scale if any overflowed.
+        nothing is added. `step` applies the sum of the finite ones times all over
+        finite ones, as if none were missing, and skips only if none was finite.
+        `update` lowers the scale if any overflowed.
 
         Args:
             optimizer: Whose gradients to add up.
@@ -718,7 +718,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _prepare(self, step: OptimizerStep) -> None:
-        """Check gradients that are as they came; unscale them if the optimizer cannot."""
+        """Check scaled gradients; unscale them if the optimizer cannot."""
         is_fused = fused_optimizers.is_fused(step.optimizer)
         if step.stage is OptState.READY:
             if is_fused and step.accumulator is None:
@@ -809,8 +809,8 @@ class GradScaler(torch.amp.GradScaler):
                 tensor of one number.
 
         Raises:
-            CollapseError: If too many consecutive steps were skipped, and the scaler was
-                made with `on_collapse="raise"`. The update itself is complete.
+            CollapseError: If too many consecutive steps were skipped, and the scaler
+                was made with `on_collapse="raise"`. The update itself is complete.
         """
         if not self._enabled:
             return
@@ -935,7 +935,10 @@ class GradScaler(torch.amp.GradScaler):
             for device, flag in flags.items()
         }
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> FoundInf:
+    # torch declares str for the keys, which are devices.
+    def _check_inf_per_device(  # type: ignore[override]
+        self, optimizer: torch.optim.Optimizer
+    ) -> FoundInf:
         self._check_scale_growth_tracker("_check_inf_per_device")
         step = self._iteration.begin(optimizer)
         optimizer = step.optimizer
@@ -946,7 +949,7 @@ class GradScaler(torch.amp.GradScaler):
             # dividing by the scale will make of the gradients.
             self._is_only_checking = True
             try:
-                hook_flags = super()._check_inf_per_device(optimizer)
+                hook_flags = cast("FoundInf", super()._check_inf_per_device(optimizer))
             finally:
                 self._is_only_checking = False
         live = self._live()
@@ -1022,8 +1025,8 @@ class GradScaler(torch.amp.GradScaler):
         policy = self._options.policy
         if policy is not None:
             message = (
-                f"This scaler has a policy of its own, {policy!r}; make a new GradScaler "
-                f"with a policy that has another {name}."
+                f"This scaler has a policy of its own, {policy!r}; make a new "
+                f"GradScaler with a policy that has another {name}."
             )
             raise SettingError(message)
         before = getattr(self, f"_{name}")

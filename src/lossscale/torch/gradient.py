@@ -8,11 +8,12 @@ that is not floating-point is a `GradientError` that names the place.
 """
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from lossscale.core.errors import GradientError
+from lossscale.torch.torch_internals import uncoalesced_values
 
 _NARROW = (torch.float16, torch.bfloat16)
 _FLOATS = (*_NARROW, torch.float32, torch.float64)
@@ -20,10 +21,9 @@ _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
-def checked(path: str, leaf: Any) -> torch.Tensor:
+def checked(path: str, leaf: object) -> torch.Tensor:
     """Return a leaf if it is a gradient that can be unscaled, or raise."""
-    is_tensor = isinstance(leaf, torch.Tensor)
-    if is_tensor and leaf.dtype in (*_FLOATS, *_COMPLEX) and leaf.layout in _LAYOUTS:
+    if _is_tensor_of(leaf, (*_FLOATS, *_COMPLEX), _LAYOUTS):
         return leaf
     message = (
         f"The gradient{' at ' + path if path else ''} is {_kind(leaf)}, expected a "
@@ -33,16 +33,24 @@ def checked(path: str, leaf: Any) -> torch.Tensor:
     raise GradientError(message)
 
 
-def checked_loss(path: str, leaf: Any) -> torch.Tensor:
+def checked_loss(path: str, leaf: object) -> torch.Tensor:
     """Return a leaf if it is a loss that can be scaled, or raise."""
-    is_tensor = isinstance(leaf, torch.Tensor)
-    if is_tensor and leaf.dtype in _FLOATS and leaf.layout is torch.strided:
+    if _is_tensor_of(leaf, _FLOATS, (torch.strided,)):
         return leaf
     message = (
         f"The loss{' at ' + path if path else ''} is {_kind(leaf)}, expected a "
         "float16, bfloat16, float32 or float64 tensor."
     )
     raise GradientError(message)
+
+
+def _is_tensor_of(
+    leaf: object, dtypes: tuple[torch.dtype, ...], layouts: tuple[torch.layout, ...]
+) -> TypeGuard[torch.Tensor]:
+    """Whether a leaf is a tensor of one of the dtypes and one of the layouts."""
+    if not isinstance(leaf, torch.Tensor):
+        return False
+    return leaf.dtype in dtypes and leaf.layout in layouts
 
 
 def _kind(leaf: Any) -> str:
@@ -68,7 +76,7 @@ def values(leaf: torch.Tensor) -> torch.Tensor:
     """Return the numbers of a gradient as one dense real tensor, without a graph."""
     numbers = leaf.detach()
     if leaf.layout is torch.sparse_coo:
-        numbers = numbers._values()  # values() wants them added up
+        numbers = uncoalesced_values(numbers)
     if leaf.is_complex():
         return torch.view_as_real(numbers.resolve_conj())
     return numbers.resolve_neg()

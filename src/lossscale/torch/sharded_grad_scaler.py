@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ShardedGradScaler`: in place of the scaler that torch has for FSDP1.
 
-It is a `GradScaler` for gradients of which every rank has a shard. Three defects of torch's
-class are not in it: the ranks decide together on every path, also where a fused optimizer
-is stepped without `unscale_`; the flag is 0 or 1, however many ranks have found something;
-and a float16 loss is multiplied in float32.
+It is a `GradScaler` for gradients of which every rank has a shard. Three defects of
+torch's class are not in it: the ranks decide together on every path, also where a fused
+optimizer is stepped without `unscale_`; the flag is 0 or 1, however many ranks have
+found something; and a float16 loss is multiplied in float32.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ from lossscale.torch.inspection.groups import FoundInf
 class ShardedGradScaler(GradScaler):
     """A scaler for FSDP1, with the arguments of torch's class in torch's order.
 
-    Back-off comes before growth in it. The other arguments of `GradScaler` are passed by
-    name. Gradients are shards: `clip_grad_norm_` adds the norms of all ranks up. FSDP2
-    needs nothing of this; there `GradScaler` is enough.
+    Back-off comes before growth in it. The other arguments of `GradScaler` are passed
+    by name. Gradients are shards: `clip_grad_norm_` adds the norms of all ranks up.
+    FSDP2 needs nothing of this; there `GradScaler` is enough.
 
     Example:
         >>> from lossscale.torch import ShardedGradScaler
@@ -50,8 +50,8 @@ class ShardedGradScaler(GradScaler):
             growth_factor: The factor of a growth, after enough finite steps.
             growth_interval: How many consecutive finite steps make the scale grow.
             enabled: If not, every method does what it would without a scaler.
-            process_group: The ranks that have the shards. `None` for all ranks; then the
-                process group may be initialized after the scaler is made.
+            process_group: The ranks that have the shards. `None` for all ranks; then
+                the process group may be initialized after the scaler is made.
             **settings: The other arguments of `GradScaler`. Unlike there, float16
                 gradients are unscaled in place, as with torch's class: pass
                 `allow_fp16=False` to refuse them.

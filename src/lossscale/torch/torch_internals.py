@@ -14,11 +14,8 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-foreach_norm: Callable[[Sequence[torch.Tensor], float], list[torch.Tensor]]
-foreach_norm = torch._foreach_norm
-
-foreach_mul_: Callable[[Sequence[torch.Tensor], float | torch.Tensor], None]
-foreach_mul_ = torch._foreach_mul_
+foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
+foreach_mul_: Callable[..., None] = torch._foreach_mul_
 
 all_addresses_equal: (
     Callable[[Sequence[torch.Tensor], list[int], list[int]], bool] | None
@@ -47,18 +44,25 @@ def local_tensor(dtensor: "DTensor") -> torch.Tensor:
     return dtensor._local_tensor
 
 
+def finish_collective(shard: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of a collective that may not have finished, after a wait."""
+    if hasattr(shard, "trigger_wait"):
+        return cast("torch.Tensor", cast("Any", shard).wait())
+    return shard
+
+
 def device_types(group: object) -> set[str]:
     """Return the kinds of devices whose tensors a process group can reduce."""
     return {device.type for device in getattr(group, "_device_types", ())}
 
 
-def guard_class() -> type[Any] | None:
+def guard_class() -> Callable[..., Any] | None:
     """Return the guard on tensors of torch's compiler, if this torch has it."""
     try:
         from torch._C._dynamo.guards import TensorGuards  # noqa: PLC0415
     except ImportError:
         return None
-    return cast("type[Any]", TensorGuards)
+    return cast("Callable[..., Any]", TensorGuards)
 
 
 def is_being_compiled() -> bool:

@@ -13,7 +13,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from lossscale import Dynamic  # noqa: E402
-from lossscale.torch import GradScaler, fast  # noqa: E402
+from lossscale.torch import GradScaler  # noqa: E402
+from lossscale.torch.inspection import kernel_backend  # noqa: E402
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -11,9 +11,9 @@ import numpy as np  # noqa: E402
 
 import lossscale.numpy  # noqa: E402
 import lossscale.torch as ls  # noqa: E402
-from lossscale.torch import classic  # noqa: E402
 from lossscale import Dynamic, Fixed, ScaleState, Signal  # noqa: E402
 from lossscale.core.errors import GradientError, StructureError  # noqa: E402
+from lossscale.torch import classic  # noqa: E402
 
 MEASUREMENTS = ("nan", "amax", "norm", "zero_share", "subnormal_share")
 compiled = pytest.mark.parametrize("mode", ["eager", "compiled"])

@@ -4,7 +4,8 @@
     loss_scales.py        managers and loss scales
     optimizer.py          LossScaleOptimizer, around an optimizer of torch
     wrapped_optimizer.py  the optimizers that it wraps
-    binding.py            tensors, for the framework-free bodies in `lossscale.core.classic`
+    binding.py            tensors, for the framework-free bodies in
+    `lossscale.core.classic`
 
 New code uses `lossscale.torch.GradScaler`.
 """

@@ -98,7 +98,7 @@ class DynamicLossScale(_Moving, classic.DynamicLossScale):
     """A loss scale that doubles after clean steps and halves after a bad one.
 
     Example:
-        >>> import torch, lossscale.torch as ls
+        >>> import torch, lossscale.torch.classic as ls
         >>> loss_scale = ls.DynamicLossScale(8, increment_period=1)
         >>> update_op, should_apply = loss_scale.update([torch.tensor([torch.inf])])
         >>> loss_scale(), bool(should_apply)

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decision for all ranks: a few float64 numbers, one all-reduce for each group.
 
-If only maxima are wanted, the numbers are reduced by MAX: whether a gradient is not finite,
-or is NaN, is sent as 0 or 1, because no backend says what the maximum of NaN is. The norm
-of sharded gradients needs a sum; then everything is reduced by SUM, and a flag is set if
-its sum is not 0.
+If only maxima are wanted, the numbers are reduced by MAX: whether a gradient is not
+finite, or is NaN, is sent as 0 or 1, because no backend says what the maximum of NaN
+is. The norm of sharded gradients needs a sum; then everything is reduced by SUM, and a
+flag is set if its sum is not 0.
 
-Each rank also sends a fingerprint of its scale and growth tracker. If fingerprints differ,
-the gradients carry different scales and cannot be added up: all ranks skip the step and
-raise the same error.
+Each rank also sends a fingerprint of its scale and growth tracker. If fingerprints
+differ, the gradients carry different scales and cannot be added up: all ranks skip the
+step and raise the same error.
 
 The numbers are Python floats on a CPU (`HostOps`), where nothing is asynchronous, and
-tensors of no dimension elsewhere (`DeviceOps`), so that the host waits for none of them.
+tensors of no dimension elsewhere (`DeviceOps`), so that the host waits for none of
+them.
 """
 
 import math
@@ -29,7 +30,7 @@ from lossscale.torch.distributed.reduction_plan import ReductionPlan, Sharding
 from lossscale.torch.torch_internals import device_types
 
 TOO_LARGE = 1.0
-"""A level of `Findings.level`: finite gradients that are too large for the optimizer."""
+"""A level: the gradients are finite and too large for the optimizer."""
 
 OVERFLOW = 2.0**20
 """A level: gradients that are not finite. Larger than any number of ranks."""
@@ -38,8 +39,8 @@ _DRIFTED = 2.0**40
 """A level: scales differ between ranks. Larger than any sum of the others."""
 
 _LATE = 2
-"""Number of checks after which the host reads the asynchronous drift flag. All ranks read
-it at the same check, so that all of them raise."""
+"""How many checks later the host reads the drift flag. All ranks read it at the same
+check, so that all of them raise."""
 
 Number: TypeAlias = Any
 """A float, or a float64 tensor of no dimension: both take the same operators."""
@@ -66,7 +67,7 @@ class HostOps:
     """Operations on Python floats."""
 
     @staticmethod
-    def where(condition: bool, first: Number, second: Number) -> Number:
+    def where(condition: Any, first: Number, second: Number) -> Number:
         """Return one of two numbers."""
         return first if condition else second
 
@@ -92,7 +93,10 @@ class HostOps:
 class DeviceOps:
     """Operations on tensors of no dimension."""
 
-    where = staticmethod(torch.where)
+    @staticmethod
+    def where(condition: Any, first: Number, second: Number) -> Number:
+        """Return one of two numbers."""
+        return torch.where(condition, first, second)
 
     @staticmethod
     def numbers(tensor: torch.Tensor) -> list[Number]:
@@ -158,10 +162,10 @@ def reduce_findings(
         fingerprint: A 32-bit number that must be the same on all ranks.
         ops: What kind of numbers these are.
         wants_amax: Whether the largest magnitude of all ranks is wanted.
-        sums_squares: Whether sums of squares are to be added up. Only if both are wanted
-            does a group need two collectives.
-        level_of_norm: Returns the level that a norm implies, also for ranks that have no
-            part in it.
+        sums_squares: Whether sums of squares are to be added up. Only if both are
+            wanted does a group need two collectives.
+        level_of_norm: Returns the level that a norm implies, also for ranks that have
+            no part in it.
     """
     if sums_squares:
         findings = _reduce_by_sum(plan, findings, fingerprint, ops, level_of_norm)
@@ -311,10 +315,10 @@ def _raise_drift(
         for (scale, count), members in ranks.items()
     )
     message = (
-        f"Loss scales differ between ranks: {listed}. The step was skipped on all ranks. "
-        "Load the same state_dict() on every rank, and call update(new_scale) with the "
-        "same number on all ranks or on none. If one scaler steps optimizers on "
-        "different meshes, pass process_groups=."
+        f"Loss scales differ between ranks: {listed}. The step was skipped on all "
+        "ranks. Load the same state_dict() on every rank, and call update(new_scale) "
+        "with the same number on all ranks or on none. If one scaler steps optimizers "
+        "on different meshes, pass process_groups=."
     )
     raise DriftError(message)
 

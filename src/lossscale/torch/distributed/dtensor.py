@@ -2,16 +2,16 @@
 """DTensor gradients: the shard of this rank, and redistribution.
 
 The rest of the package sees the local shard of a DTensor, as a plain tensor.
-`torch.distributed.tensor` is never imported here: if no code has imported it, there are no
-DTensors.
+`torch.distributed.tensor` is never imported here: if no code has imported it, there are
+no DTensors.
 """
 
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
-from lossscale.torch.torch_internals import local_tensor
+from lossscale.torch.torch_internals import finish_collective, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -34,11 +34,8 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     dtensor = as_dtensor(tensor)
     if dtensor is None:
         return tensor
-    shard = local_tensor(dtensor)
-    # A collective that has not finished is waited for, as torch does on first use.
-    if hasattr(shard, "trigger_wait"):
-        return cast("torch.Tensor", shard.wait())
-    return shard
+    # torch waits for an unfinished collective on first use; so does this.
+    return finish_collective(local_tensor(dtensor))
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,7 +60,7 @@ def redistribute_grads(params: list[torch.Tensor]) -> None:
 
 
 def from_local_shard(shard: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a shard of this rank as a DTensor that is distributed as another one is."""
+    """Return this rank's shard as a DTensor that is distributed as another one is."""
     kind, dtensor = dtensor_class(), as_dtensor(like)
     if kind is None or dtensor is None:
         return shard

@@ -6,7 +6,7 @@ process group of its own.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeAlias, Union, runtime_checkable
 
 import torch
 from torch import distributed
@@ -34,14 +34,15 @@ class GroupLike(Protocol):
         ...
 
 
-GroupOrMesh: TypeAlias = ProcessGroup | DeviceMesh | GroupLike
-GroupsOrMeshes: TypeAlias = GroupOrMesh | Sequence[GroupOrMesh]
+# Names as strings: a documentation build has stand-ins for torch, without an `|`.
+GroupOrMesh: TypeAlias = Union["ProcessGroup", "DeviceMesh", "GroupLike"]
+GroupsOrMeshes: TypeAlias = Union[GroupOrMesh, Sequence[GroupOrMesh]]  # noqa: UP007
 
 
 class RankGroup(NamedTuple):
     """A process group, and the global ranks of its members."""
 
-    group: ProcessGroup | GroupLike
+    group: "ProcessGroup | GroupLike"
     members: tuple[int, ...]
 
 
@@ -139,8 +140,8 @@ def _flatten(name: str, given: object) -> Iterable[RankGroup]:
         yield RankGroup(given, tuple(range(given.size())))
     elif given is distributed.GroupMember.NON_GROUP_MEMBER:
         message = (
-            f"{name} contains a group that this rank is not a member of. Pass every rank "
-            "the group that it belongs to."
+            f"{name} contains a group that this rank is not a member of. Pass every "
+            "rank the group that it belongs to."
         )
         raise SettingError(message)
     elif isinstance(given, ProcessGroup):

@@ -46,6 +46,7 @@ class ReductionPlan:
             dtensor = as_dtensor(param)
             if dtensor is not None and dtensor.device_mesh not in meshes:
                 meshes[dtensor.device_mesh] = groups_of_mesh(dtensor.device_mesh)
+        self.has_dtensors = bool(meshes)
         # The dimensions of a mesh come in its order: a flag that is passed on along one
         # after the other has then reached every rank of the mesh. Declared groups come
         # last and in the order of the declaration, which is the same on ranks that have

@@ -10,8 +10,8 @@ operators, which do the same on any list of tensors. In a compiled function:
     )
     torch.ops.lossscale.multiply_grads_(grads, factor)
 
-`found_inf` and `grad_scale` are what fused optimizers take; `factor` unscales and clips in
-place; `amaxes` has the largest magnitude of each tensor, still scaled.
+`found_inf` and `grad_scale` are what fused optimizers take; `factor` unscales and clips
+in place; `amaxes` has the largest magnitude of each tensor, still scaled.
 """
 
 import math
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 Checked: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 _kept_tables: "list[Tables]" = []
-"""What CUDA graphs read of calls that were captured. No operator is told when a graph is
-gone, so these few numbers per tensor stay for the life of the process."""
+"""What CUDA graphs read of captured calls. An operator cannot know when a graph is
+deleted, so these few numbers per tensor stay for the life of the process."""
 
 
 @torch.library.custom_op("lossscale::check_grads", mutates_args=())

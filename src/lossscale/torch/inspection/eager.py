@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend that inspects gradients with torch's own operations, on any device.
 
-It is also the oracle of the kernels. On a CPU nothing is asynchronous: the host reads each
-result and chooses the cheapest operation, and a summary is a list of Python floats. On
-other devices nothing may be read back, so every decision is a tensor.
+It is also the oracle of the kernels. On a CPU nothing is asynchronous: the host reads
+each result and chooses the cheapest operation, and a summary is a list of Python
+floats. On other devices nothing may be read back, so every decision is a tensor.
 
 All functions take dense real tensors of one device; some of them may have no element.
 """
@@ -77,7 +77,7 @@ def measure_on_host(
     norm, amaxes, is_small = NOT_MEASURED, None, False
     if not uses_amax:
         norm = _norm_on_host(grads)
-        smallest = min(min(limits), min(bounds)) if compares else min(limits)
+        smallest = min(*limits, *bounds) if compares else min(limits)
         is_small = inverse > 0.0 and norm * inverse <= smallest
     if request.measure_amax or not is_small:
         amaxes = amax_per_tensor(grads).tolist()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GradientGroups`: the gradients of an optimizer, grouped by what can read them.
 
-The groups are made when the layout of the gradients changes, and kept as long as it stays.
-A group has one device, one backend and one sharding: the Triton kernels read what they can,
-torch's own operations the rest (sparse, complex, strided with gaps, other devices). Of a
-DTensor the shard of this rank is read; other tensor subclasses are left to torch.
+The groups are made when the layout of the gradients changes, and kept as long as it
+stays. A group has one device, one backend and one sharding: the Triton kernels read
+what they can, torch's own operations the rest (sparse, complex, strided with gaps,
+other devices). Of a DTensor the shard of this rank is read; other tensor subclasses are
+left to torch.
 """
 
 from collections import defaultdict
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from lossscale.torch.inspection.kernels.launch import GroupKernels, Tables
 
 Sharding = tuple[int, ...]
-"""The process groups of a reduction plan over which a gradient is sharded; empty if it is
-whole on every rank."""
+"""The process groups of a reduction plan over which a gradient is sharded; empty if
+every rank has all of it."""
 
 FoundInf = dict[torch.device, torch.Tensor]
 """torch's `found_inf_per_device`: 0.0 or 1.0 for each device."""

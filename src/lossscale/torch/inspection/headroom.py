@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How large an unscaled gradient may be so that a torch optimizer can hold it.
 
-A finite gradient whose square is infinite ruins Adam's second moment for good. The bounds
-here are for each parameter, in the dtype of the optimizer's state; a step with a gradient
-beyond them is skipped, and leaves the scale. In float32 a gradient below 1e18 never meets
-them (Adagrad, which adds squares up for ever: 4e14).
+A finite gradient whose square is infinite ruins Adam's second moment for good. The
+bounds here are for each parameter, in the dtype of the optimizer's state; a step with a
+gradient beyond them is skipped, and leaves the scale. In float32 a gradient below 1e18
+never meets them (Adagrad, which adds squares up for ever: 4e14).
 """
 
 import math
@@ -27,8 +27,8 @@ _SQUARING = (
     torch.optim.RMSprop,
     torch.optim.SparseAdam,
 )
-"""Optimizers that average the square of each element. All others are taken to add up the
-squares of all elements, as norms do."""
+"""Optimizers that average the square of each element. Any other optimizer may add up
+the squares of all elements, as norms do."""
 
 _STEPS = 2.0**31
 """For how many steps Adagrad has headroom for the largest gradient."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GradientInspector`: collect an optimizer's gradients, measure them, decide over ranks.
+"""`GradientInspector`: collect the gradients, measure them, decide over ranks.
 
-One walk over the parameters per inspection. It knows nothing of the stages of a step or of
-policies: it is told what to measure and returns an `Inspection`.
+One walk over the parameters per inspection. It knows nothing of the stages of a step or
+of policies: it is told what to measure and returns an `Inspection`.
 """
 
 import sys
@@ -86,20 +86,22 @@ class GradientInspector:
 
     def collect(self, optimizer: torch.optim.Optimizer) -> Collected:
         """Collect and group the gradients of an optimizer."""
-        plan, shardings = None, None
+        plan, shardings, has_shards = None, None, False
         declared = self.rank_groups
         if (
             declared.deciding
             or declared.shards_over_world
             or "torch.distributed.tensor" in sys.modules
         ):
-            plan = self.plan_for(optimizer)
-            if plan is not None:
+            found = self._find_plan(optimizer)
+            if found is not None and (found.groups or found.has_dtensors):
                 params = params_of(optimizer)
                 redistribute_grads(params)
-                shardings = plan.shardings_of_grads(params)
+                has_shards = True
+                if found.groups:  # none on a mesh of one rank
+                    plan, shardings = found, found.shardings_of_grads(params)
         grads = grads_of(optimizer)
-        if plan is not None:
+        if has_shards:
             grads = list(map(local_shard, grads))
         if not grads:
             return Collected(grads, None, plan)
@@ -116,6 +118,11 @@ class GradientInspector:
 
     def plan_for(self, optimizer: torch.optim.Optimizer) -> ReductionPlan | None:
         """Return which ranks decide about an optimizer; `None` if this one alone."""
+        plan = self._find_plan(optimizer)
+        return plan if plan is not None and plan.groups else None
+
+    def _find_plan(self, optimizer: torch.optim.Optimizer) -> ReductionPlan | None:
+        """Return the plan of an optimizer; `None` if no rank or DTensor is known."""
         declared = self.rank_groups = self.rank_groups.resolve()
         if not declared.deciding and "torch.distributed.tensor" not in sys.modules:
             return None
@@ -126,7 +133,7 @@ class GradientInspector:
             plan = ReductionPlan(declared, params_of(optimizer))
             with suppress(TypeError):
                 self._plans[optimizer] = plan
-        return plan if plan.groups else None
+        return plan
 
     def _groups_for(
         self,
@@ -165,8 +172,8 @@ class GradientInspector:
             of_ranks: Returns what other ranks must know; called only if there are any.
 
         Returns:
-            The inspection, and whether a loss of any rank was not finite; `None` if this
-            rank decides alone.
+            The inspection, and whether a loss of any rank was not finite; `None` if
+            this rank decides alone.
         """
         grads, groups, plan = collected
         loss_nonfinite: Number | None = None

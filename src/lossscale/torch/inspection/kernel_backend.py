@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the Triton kernels can be used: one predicate, and the only late import.
 
-Importing Triton after TensorFlow aborts the process, and machines without a GPU need none
-of it. If a GPU's gradients are read by torch's operations for such a reason, a warning says
-so once, with what to do about it.
+Importing Triton after TensorFlow aborts the process, and machines without a GPU need
+none of it. If a GPU's gradients are read by torch's operations for such a reason, a
+warning says so once, with what to do about it.
 """
 
 import importlib.util

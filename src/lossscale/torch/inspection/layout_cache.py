@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a list of tensors is laid out as an earlier one was, asked at every step.
 
-With two thousand gradients, reading one attribute of each costs a tenth of a millisecond,
-as much as reading small gradients does. torch's compiler has a guard in C++ that compares
-type, dtype, device, shape and strides of all of them at once. It is not public, so it is
-tried before it is trusted, and there is a slower way without it.
+With two thousand gradients, reading one attribute of each costs a tenth of a
+millisecond, as much as reading small gradients does. torch's compiler has a guard in
+C++ that compares type, dtype, device, shape and strides of all of them at once. It is
+not public, so it is tried before it is trusted, and there is a slower way without it.
 """
 
 from typing import Protocol
@@ -91,7 +91,7 @@ _tried: list[_GuardClass | None] = []
 
 def _try_guard() -> _GuardClass | None:
     """Return torch's guard class, or `None` if it misses a difference."""
-    guard_class: _GuardClass | None = torch_internals.guard_class()
+    guard_class = torch_internals.guard_class()
     if guard_class is None:
         return None
     square = torch.zeros(2, 3, device="cpu")

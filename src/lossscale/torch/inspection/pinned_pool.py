@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pinned host memory for asynchronous copies from a device.
 
-Allocating pinned memory is slower than the copy itself, so buffers are allocated 32 at a
-time. A buffer is never reused: the report that holds it may be read at any time.
+Allocating pinned memory is slower than the copy itself, so buffers are allocated 32 at
+a time. A buffer is never reused: the report that holds it may be read at any time.
 """
 
 import torch

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measuring gradients together with other ranks: the same summary on all of them.
 
-If each rank has whole gradients, its summary is made first and its flags are reduced. If
-gradients are sharded and a norm is wanted, the squares of the shards are reduced, and the
-summary is made of their sum.
+If each rank has whole gradients, its summary is made first and its flags are reduced.
+If gradients are sharded and a norm is wanted, the squares of the shards are reduced,
+and the summary is made of their sum.
 """
 
 import math
@@ -100,14 +100,15 @@ def reduce_flags(
 
     Args:
         plan: The ranks.
-        flags: Whether to skip, whether there is a NaN, and the largest magnitude; or the
-            first of these alone.
-        overflow: Whether a gradient is not finite; `None` if that is what the flag says.
+        flags: Whether to skip, whether there is a NaN, and the largest magnitude; or
+            the first of these alone.
+        overflow: Whether a gradient is not finite; `None` if that is what the flag
+            says.
         context: What else the ranks must share.
 
     Returns:
-        Whether to skip, whether a gradient is not finite, whether there is a NaN, and the
-        largest magnitude; and whether a loss was not finite.
+        Whether to skip, whether a gradient is not finite, whether there is a NaN, and
+        the largest magnitude; and whether a loss was not finite.
     """
     device = flags.device
     ops = consensus.ops_for(device)
@@ -268,7 +269,7 @@ def _squares(
 def _level_of_norm(
     scale: Number, request: InspectionRequest, ops: Ops, norm: Number
 ) -> Number:
-    """Return the level that a norm implies, as `eager` decides it: 0 if it can be clipped.
+    """Return the level that a norm implies, as in `eager`: 0 if it can be clipped.
 
     Ranks outside of those over which it was added up have to know it too.
     """

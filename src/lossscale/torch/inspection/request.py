@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an inspection of gradients is asked to measure, and the numbers it compares with."""
+"""What an inspection measures, and the numbers that it compares with."""
 
 import math
 from typing import NamedTuple
@@ -51,7 +51,7 @@ class InspectionRequest(NamedTuple):
         return self.check_headroom and not protected
 
     def for_a_part(self) -> "InspectionRequest":
-        """Return the request for one of several parts: only their norm can be clipped."""
+        """Return the request for one of several parts, which are clipped together."""
         return self._replace(
             max_norm=math.inf,
             clipped_later=self.max_norm,

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GradientSummary`: what one inspection of one optimizer's gradients found.
 
-Ten numbers about all gradients, then one per tensor: its largest magnitude, still scaled
-(NaN or infinity if it is not finite; infinity also if only unscaling would make it so). On
-a CPU they are Python floats in a list. On a device they are one float32 buffer, which the
-kernels and the eager backend write alike, and which is copied to the host without a wait:
-`publish` starts the copy, `is_ready` asks for it, `on_host` waits for it.
+Ten numbers about all gradients, then one per tensor: its largest magnitude, still
+scaled (NaN or infinity if it is not finite; infinity also if only unscaling would make
+it so). On a CPU they are Python floats in a list. On a device they are one float32
+buffer, which the kernels and the eager backend write alike, and which is copied to the
+host without a wait: `publish` starts the copy, `is_ready` asks for it, `on_host` waits
+for it.
 
 `numbers[NORM]` is a float or a tensor of no dimension; both take the same operators.
 """
@@ -16,6 +17,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from lossscale.core.checks import as_float32
 from lossscale.torch.devices import is_capturing
 from lossscale.torch.inspection.pinned_pool import PinnedPool
 
@@ -36,11 +38,11 @@ SCALE = 6
 CLIP = 7
 """The clip factor: 1 where nothing is clipped."""
 TOO_LARGE = 8
-"""1 if the gradients are finite and too large for the optimizer: the step is skipped, and
-the scale stays."""
+"""1 if the gradients are finite and too large for the optimizer: the step is skipped,
+and the scale stays."""
 LOSS = 9
-"""1 if the loss was not finite before it was scaled, 0 if it was, or NOT_MEASURED. Written
-when the scale is updated, where the loss is on a device."""
+"""1 if the loss was not finite before it was scaled, 0 if it was, or NOT_MEASURED. The
+update of the scale writes it, where the loss is on a device."""
 HEADER = 10
 
 NOT_MEASURED = -1.0
@@ -181,12 +183,13 @@ class GradientSummary:
     def on_host(self) -> HostSummary:
         """Return the numbers; waits for the device if they have not arrived."""
         numbers = self._values()
-        loss = numbers[LOSS]
+        loss, norm = numbers[LOSS], numbers[NORM]
         return HostSummary(
             finite=numbers[FOUND_INF] == 0.0,
             nan=numbers[NAN] != 0.0,
             amax=None if numbers[AMAX] == NOT_MEASURED else numbers[AMAX],
-            norm=None if numbers[NORM] == NOT_MEASURED else numbers[NORM],
+            # In float32, as the tensor that clipping returns.
+            norm=None if norm == NOT_MEASURED else as_float32(norm),
             scale=numbers[SCALE],
             clip=numbers[CLIP],
             too_large=numbers[TOO_LARGE] != 0.0,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GradientAccumulator`: sums of micro-batches that leave an overflowed one out.
 
-torch adds scaled gradients up in `.grad`: one infinity among sixteen micro-batches ruins
-all of them. Here every micro-batch is checked and then added to buffers of its own, or not;
-which of the two is decided on the device.
+torch adds scaled gradients up in `.grad`: one infinity among sixteen micro-batches
+ruins all of them. Here every micro-batch is checked and then added to buffers of its
+own, or not; which of the two is decided on the device.
 """
 
 import torch
@@ -47,9 +47,9 @@ class GradientAccumulator:
         self._overflowed = torch.zeros((), device=device)
         """1.0 if a micro-batch overflowed."""
         self._amaxes = torch.zeros(len(params_of(optimizer)), device=device)
-        """The largest magnitude of each parameter's gradients; NaN is larger than any."""
+        """The largest magnitude of each parameter's gradients; NaN exceeds any."""
         self._of_ranks: list[torch.Tensor] = []
-        """Whether any rank had a NaN, and the largest magnitude, if there are several."""
+        """Whether any rank had a NaN, and the largest magnitude over all ranks."""
         self._sums: dict[int, torch.Tensor] = {}
         """By the id of the parameter; of a DTensor, sums of the shard of this rank."""
 
@@ -70,7 +70,8 @@ class GradientAccumulator:
             overflowed: 1.0 if one of its gradients is not finite.
             amaxes: The largest magnitude of each; `None` if this rank has no gradient.
             inverse: What unscales them.
-            of_ranks: Whether any rank has a NaN, and the largest magnitude; may be empty.
+            of_ranks: Whether any rank has a NaN, and the largest magnitude; may be
+                empty.
         """
         self._batches += 1
         is_finite = skips == 0

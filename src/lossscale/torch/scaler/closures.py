@@ -2,9 +2,9 @@
 """Optimizers that call the loss themselves: LBFGS, SAM and their kind.
 
 The closure scales its loss, runs `backward` and returns the loss. After each call the
-gradients are unscaled and checked. If they are not finite, the optimizer's step ends where
-it is: by then it may have moved the weights, so they and the optimizer's state are
-restored. So they are if anything is raised in between.
+gradients are unscaled and checked. If they are not finite, the optimizer's step ends
+where it is: by then it may have moved the weights, so they and the optimizer's state
+are restored. So they are if anything is raised in between.
 """
 
 import copy

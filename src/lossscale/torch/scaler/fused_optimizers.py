@@ -2,8 +2,8 @@
 """Optimizers that divide the gradients and skip the step by themselves.
 
 Such an optimizer has `_step_supports_amp_scaling`. It is called at every step with two
-tensors, `grad_scale` (what divides the gradients) and `found_inf` (exactly 0 or 1), or, in
-an older form of the protocol, with the scaler itself.
+tensors, `grad_scale` (what divides the gradients) and `found_inf` (exactly 0 or 1), or,
+in an older form of the protocol, with the scaler itself.
 """
 
 import inspect
@@ -83,8 +83,8 @@ def lend_grad_scale(
     """Set `grad_scale` and `found_inf` on an optimizer for one step.
 
     A `grad_scale` that the caller has set before divides as well. torch leaves its own
-    behind when the step raises, and it multiplies into the next one; here the caller's is
-    restored after an error, and both are gone after a step, as in torch.
+    behind when the step raises, and it multiplies into the next one; here the caller's
+    is restored after an error, and both are gone after a step, as in torch.
 
     Args:
         optimizer: It takes `grad_scale` and `found_inf`.
@@ -121,8 +121,8 @@ class _Lent(NamedTuple):
 
 
 _left_behind: dict[int, _Lent] = {}
-"""By the id of the optimizer, while it is stepped. An entry that stays after an interrupt
-is told from a `grad_scale` of the caller's by its tensor."""
+"""By the id of the optimizer, while it is stepped. The tensor of an entry that stays
+after an interrupt differs from a `grad_scale` of the caller's."""
 
 
 def prepare_momentum(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> bool:

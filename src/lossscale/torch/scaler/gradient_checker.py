@@ -2,12 +2,12 @@
 """`GradientChecker`: inspects the gradients of an optimizer and records the result.
 
 It refuses gradients that must not be unscaled before anything is changed, leaves tensor
-subclasses to torch's own operation, shares flags with other ranks, and lets a loss that was
-not finite skip the step.
+subclasses to torch's own operation, shares flags with other ranks, and lets a loss that
+was not finite skip the step.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -95,8 +95,8 @@ class GradientChecker:
             collected: Its gradients, if they were collected already.
 
         Returns:
-            The flag of each device; and the inspection, unless torch's own operation had
-            to check the gradients, or there are none.
+            The flag of each device; and the inspection, unless torch's own operation
+            had to check the gradients, or there are none.
         """
         if collected is None:
             collected = self.inspector.collect(optimizer)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`StepHistory`: delivers reports in order, and warns when nothing is being trained.
 
-Reports go to the `on_step` callback, to the schedulers that ask for applied steps, and to
-the collapse warning, as they arrive on the host.
+Reports go to the `on_step` callback, to the schedulers that ask for applied steps, and
+to the collapse warning, as they arrive on the host.
 """
 
 import warnings

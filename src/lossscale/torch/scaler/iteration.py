@@ -2,8 +2,8 @@
 """`Iteration` and `OptimizerStep`: the stages of a step, their guards and transitions.
 
 torch keeps, for each optimizer, a dict with a `stage` and a `found_inf_per_device`; the
-subclasses of others read and replace them. `OptimizerStep` is a view of that dict together
-with what torch has no key for, and the only writer of both. Replacing
+subclasses of others read and replace them. `OptimizerStep` is a view of that dict
+together with what torch has no key for, and the only writer of both. Replacing
 `_per_optimizer_states`, as `update()` and some subclasses do, starts a new iteration.
 
 A call that raises or is interrupted half-way leaves its mark, because the marks are set
@@ -21,20 +21,20 @@ from torch.amp.grad_scaler import OptState
 
 from lossscale.torch.distributed.dtensor import full_tensor
 from lossscale.torch.inspection.groups import FoundInf, any_flag
-from lossscale.torch.inspection.inspector import Inspection
 from lossscale.torch.inspection.summary import GradientSummary
 from lossscale.torch.scaler.wrapped_optimizers import unwrap
 from lossscale.torch.torch_internals import version_of
 
 if TYPE_CHECKING:
+    from lossscale.torch.inspection.inspector import Inspection
     from lossscale.torch.scaler.accumulation import GradientAccumulator
 
 TorchState: TypeAlias = dict[str, Any]
 """torch's state of one optimizer: `stage` and `found_inf_per_device`."""
 
 HOW_TO_RECOVER = (
-    "To recover, call optimizer.zero_grad() and scaler.discard(), on every rank if there "
-    "are several, then run a new backward pass."
+    "To recover, call optimizer.zero_grad() and scaler.discard(), on every rank if "
+    "there are several, then run a new backward pass."
 )
 
 
@@ -111,8 +111,8 @@ class OptimizerStep:
         self.is_unscaling = False
         """Unscaling has begun. Still set in a later call, it was interrupted."""
         self.stepping: FirstGradient | None = None
-        """The first gradient, while the optimizer is being stepped. Still set in a later
-        call, the step raised or was interrupted."""
+        """The first gradient, while the optimizer is being stepped. If a later call
+        still finds it, the step raised or was interrupted."""
         self.raised = False
         """The optimizer's step has raised an ordinary exception."""
         self._unscaled: FirstGradient | None = None
@@ -131,13 +131,13 @@ class OptimizerStep:
 
     @property
     def stage(self) -> OptState:
-        """torch's stage: READY, UNSCALED or STEPPED."""
+        """Torch's stage: READY, UNSCALED or STEPPED."""
         stage: OptState = self.state["stage"]
         return stage
 
     @property
     def found_inf(self) -> FoundInf:
-        """torch's flags, one for each device."""
+        """Torch's flags, one for each device."""
         flags: FoundInf = self.state["found_inf_per_device"]
         return flags
 
@@ -217,9 +217,9 @@ class OptimizerStep:
     def has_stale_check(self, losses: int) -> bool:
         """Whether a backward pass may have come after the gradients were unscaled.
 
-        An iteration that was given up between `unscale_` and `step` leaves its flags: the
-        gradients of the next one would be applied unchecked, and still scaled. They are
-        taken for new if a loss was scaled since and `.grad` is another tensor.
+        An iteration that was given up between `unscale_` and `step` leaves its flags:
+        the gradients of the next one would be applied unchecked, and still scaled. They
+        are taken for new if a loss was scaled since and `.grad` is another tensor.
 
         Args:
             losses: How many losses have been scaled so far.
@@ -339,7 +339,7 @@ class Iteration:
         return step
 
     def step_of(self, state: TorchState) -> OptimizerStep | None:
-        """Return the step that goes with torch's state of an optimizer, if there is one."""
+        """Return the step of torch's state of an optimizer, if there is one."""
         return self._steps.get(id(state))
 
     def note_loss(self, loss: Any) -> None:

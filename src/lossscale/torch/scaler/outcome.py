@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an iteration has come to: from the flags of its optimizers to what moves the scale.
+"""The outcome of an iteration: from the flags of its optimizers to a `Signal`.
 
-The scale is lowered by gradients that overflowed, and by micro-batches that did, although
-those skip nothing. It is held if a step was skipped only because finite gradients are too
-large, or, if the policy asks for it, because the loss was not finite.
+The scale is lowered by gradients that overflowed, and by micro-batches that did,
+although those skip nothing. It is held if a step was skipped only because finite
+gradients are too large, or, if the policy asks for it, because the loss was not finite.
 """
 
 import torch
@@ -63,7 +63,7 @@ def collect_outcomes(
 
 def _unknown() -> None:
     """Return no optimizer: which one recorded the flag is not known."""
-    return None
+    return
 
 
 def host_outcome(

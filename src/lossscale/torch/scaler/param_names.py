@@ -16,7 +16,9 @@ class ParamNames:
     def __init__(self, pairs: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
         self._names = WeakIdKeyDictionary()
         try:
-            listed = [(name, param) for name, param in pairs]
+            listed: list[tuple[object, object]] = [
+                (name, param) for name, param in pairs
+            ]
         except (TypeError, ValueError):
             listed = [("", None)]
         for name, param in listed:

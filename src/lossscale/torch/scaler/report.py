@@ -11,9 +11,9 @@ import torch
 from lossscale.torch.inspection.groups import any_flag
 from lossscale.torch.inspection.summary import (
     FOUND_INF,
-    Reason,
     GradientSummary,
     HostSummary,
+    Reason,
 )
 from lossscale.torch.scaler.param_names import ParamNames
 
@@ -85,8 +85,8 @@ class StepReport:
 
         "loss" if the loss was not finite, "nan" or "inf" if a gradient was not, and
         "headroom" if all were finite and one too large for the optimizer to square (or,
-        with SGD, to add up): then the scale stays, because no lower one would help. "not
-        stepped" if all was finite and `step` was not called, or raised.
+        with SGD, to add up): then the scale stays, because no lower one would help.
+        "not stepped" if all was finite and `step` was not called, or raised.
         """
         if self.applied:
             return None
@@ -119,7 +119,8 @@ class StepReport:
         """The largest magnitude of the tensors that are finite, unscaled as `norm` is.
 
         `None` if it was not measured. A GPU's kernels always measure it; elsewhere it
-        takes another read of the gradients: `GradScaler(measure_amax=True)` asks for it.
+        takes another read of the gradients: `GradScaler(measure_amax=True)` asks for
+        it.
         """
         seen = self._on_host()
         return max((s.amax / s.scale for s in seen if s.amax is not None), default=None)

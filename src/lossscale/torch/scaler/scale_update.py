@@ -6,8 +6,8 @@ anyway. Everything else, and every policy that is not ours, runs on torch's tens
 results are the same to the bit.
 
 torch multiplies its factors in float64 and rounds once. A scaler that was given torch's
-arguments does that too (`in_float64`); one that was given a policy keeps to the rule, which
-multiplies in float32.
+arguments does that too (`in_float64`); one that was given a policy keeps to the rule,
+which multiplies in float32.
 """
 
 import math
@@ -63,7 +63,7 @@ class StepOutcome(NamedTuple):
     found_inf: torch.Tensor
     """A gradient was not finite."""
     skipped: torch.Tensor
-    """The step was skipped; not the same where an overflowed micro-batch was dropped."""
+    """The step was skipped. Dropping an overflowed micro-batch skips no step."""
     too_large: torch.Tensor
     """The step was skipped only because finite gradients are too large."""
     loss_nonfinite: torch.Tensor | None

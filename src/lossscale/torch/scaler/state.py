@@ -3,9 +3,9 @@
 
 torch's class owns `_scale` and `_growth_tracker`. Beside them are the overflows counted
 towards a back-off and three step counters: Python integers where the scale is on a CPU,
-tensors next to it elsewhere. Tensors are changed in place and keep their identity, so that
-a captured CUDA graph reads and writes them whatever is set or loaded later. (Intervals are
-part of the graph itself, as they are with torch's class.)
+tensors next to it elsewhere. Tensors are changed in place and keep their identity, so
+that a captured CUDA graph reads and writes them whatever is set or loaded later.
+(Intervals are part of the graph itself, as they are with torch's class.)
 """
 
 from typing import Any, TypeAlias
@@ -40,7 +40,7 @@ class ScalerState:
         self._counters = [0, 0, 0]
         self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None
         self._tensors = None
-        """Bad steps, counters and kernel settings, where the host does not keep them."""
+        """Bad steps, counters and kernel settings, if they are on a device."""
 
     def numbers(self) -> tuple[int, list[int]]:
         """Return bad steps and counters; waits for the device."""

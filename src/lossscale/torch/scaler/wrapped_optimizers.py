@@ -42,9 +42,9 @@ def treats_call_as_applied(optimizer: torch.optim.Optimizer) -> bool:
 
     Accelerate replaces the method during the step and asks afterwards whether it was
     called. A fused optimizer is always called, so its skipped steps would count as
-    applied, and the schedule would go on (Accelerate issue 4242). Such a step is held back
-    on the host instead. That waits for the flag, once a step: Accelerate wants to know
-    before the next one.
+    applied, and the schedule would go on (Accelerate issue 4242). Such a step is held
+    back on the host instead. That waits for the flag, once a step: Accelerate wants to
+    know before the next one.
     """
     step = vars(optimizer).get("step") if hasattr(optimizer, "__dict__") else None
     return getattr(step, "__module__", None) == "accelerate.optimizer"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launching the kernels: tables, launches, and nothing that waits for the device.
 
-Which chunk belongs to which tensor is the same as long as the shapes are, and is kept in
-`Tables`. The addresses of the gradients are compared at every step and copied only when
-they changed, because a backward pass may allocate gradients again.
+Which chunk belongs to which tensor is the same as long as the shapes are, and is kept
+in `Tables`. The addresses of the gradients are compared at every step and copied only
+when they changed, because a backward pass may allocate gradients again.
 """
 
 import math
@@ -42,10 +42,10 @@ WARPS = 4
 class KernelLauncher:
     """Launches kernels on the same tensors again and again.
 
-    Finding the compiled kernel that fits costs Triton more than launching it: it looks at
-    the alignment of tensors and at integers. Here these are always the same. Tensors that
-    do change are newly allocated, which is aligned, or are read one number at a time, where
-    alignment does not matter.
+    Finding the compiled kernel that fits costs Triton more than launching it: it looks
+    at the alignment of tensors and at integers. Here these are always the same. Tensors
+    that do change are newly allocated, which is aligned, or are read one number at a
+    time, where alignment does not matter.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels that read every gradient: the only expensive part of a step.
 
-One launch covers a list of tensors of any size. `pointers` holds their addresses. A chunk
-is a run of consecutive elements of one tensor, and each program takes one chunk. For every
-chunk `read` writes the sum of squares and the largest magnitude, which may be infinity or
-NaN: one read tells whether the gradients are finite, which of them are not, and their norm.
+One launch covers a list of tensors of any size. `pointers` holds their addresses. A
+chunk is a run of consecutive elements of one tensor, and each program takes one chunk.
+For every chunk `read` writes the sum of squares and the largest magnitude, which may be
+infinity or NaN: one read tells whether the gradients are finite, which of them are not,
+and their norm.
 
-The dtypes are float32 (kind 0), float16 (1), bfloat16 (2) or float64 (3). A list of several
-dtypes branches on the kind of each tensor; a list of one dtype has no branch.
+The dtypes are float32 (kind 0), float16 (1), bfloat16 (2) or float64 (3). A list of
+several dtypes branches on the kind of each tensor; a list of one dtype has no branch.
 """
 
 # Triton parses these functions: they have no types, and arguments by position.
@@ -72,8 +73,8 @@ def _read_chunk(
 ):
     """Return the sum of squares and the largest magnitude of a chunk, in float64.
 
-    With `write` every element is multiplied by `inverse` and stored; the results describe
-    the elements before that.
+    With `write` every element is multiplied by `inverse` and stored; the results
+    describe the elements before that.
     """
     base = _pointer(address, dtype, aligned) + first
     lane = tl.arange(0, block)
@@ -230,7 +231,7 @@ def multiply(
     block: tl.constexpr,
     loops: tl.constexpr,
 ):
-    """Multiply every tensor by one float32 number, in place; arguments as for `read`."""
+    """Multiply every tensor by a float32 number, in place; arguments as for `read`."""
     program = tl.program_id(0)
     tensor = tl.load(chunk_tensors + program)
     first = tl.load(chunk_numbers + program).to(tl.int64) * (block * loops)
