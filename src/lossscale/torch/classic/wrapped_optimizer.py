@@ -6,15 +6,14 @@ that raises leaves every `.grad` as it was.
 """
 
 import inspect
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from lossscale.core import headroom
 from lossscale.core.errors import SettingError, StateError, StructureError
 from lossscale.torch import gradient as gradient_ops
+from lossscale.torch.inspection.headroom import class_with_step, find_bounds
 
 
 class Stepper:
@@ -91,14 +90,11 @@ class Stepper:
 
     def is_finite(self, gradients: list[Any], parameters: list[Any]) -> list[Any]:
         """Return of each gradient whether it is finite, and stays so in the step."""
-        groups = {id(one): group for one, group in self.groups()}
-        elements = sum(one.numel() * (1 + one.is_complex()) for one in parameters)
-        flags = []
-        for gradient, one in zip(gradients, parameters, strict=True):
-            dtype = str(gradient_ops.values(gradient).dtype).removeprefix("torch.")
-            bound = _largest(self.optimizer, groups[id(one)], dtype, elements)
-            flags.append(gradient_ops.is_finite(gradient, bound))
-        return flags
+        bounds = find_bounds(self.optimizer, parameters)
+        return [
+            gradient_ops.is_finite(gradient, bound)
+            for gradient, bound in zip(gradients, bounds, strict=True)
+        ]
 
     def load_state_dict(self, saved: Any) -> None:
         """Load a saved state, or raise a `StateError` and change nothing."""
@@ -141,23 +137,6 @@ def _as_parameter(gradient: Any, parameter: Any, name: str) -> torch.Tensor:
     return gradient_ops.checked(name, wide.to(parameter.device, parameter.dtype))
 
 
-def _largest(
-    optimizer: Any, group: Mapping[str, Any], dtype: str, elements: int
-) -> float:
-    """Return the largest number that an optimizer can take into weights and moments.
-
-    Beyond float16 a gradient whose square overflows is an overflow whatever the
-    optimizer. float16 has too little room for that where nothing is squared: with SGD a
-    gradient may be as large as its momentum and learning rate can bear.
-    """
-    if dtype != "float16" or not _is_sgd(optimizer):
-        return headroom.largest_square_root(optimizer, dtype, elements)
-    momentum, rate = group["momentum"], group["lr"]
-    known = rate if isinstance(rate, (int, float)) else 1.0  # a tensor would wait
-    gain = max(1.0, float(known)) / max(1.0 - float(momentum), math.ulp(1.0))
-    return headroom.LARGEST[dtype] / (2.0 * gain)
-
-
 def _check_epsilon(optimizer: Any, parameter: Any, group: Mapping[str, Any]) -> None:
     """Raise if a second moment that vanishes in float16 would be divided by.
 
@@ -167,7 +146,7 @@ def _check_epsilon(optimizer: Any, parameter: Any, group: Mapping[str, Any]) -> 
     epsilon = group.get("eps")
     is_narrow = parameter.dtype is torch.float16 and not group.get("fused")
     is_small = isinstance(epsilon, float) and epsilon < _SMALLEST_EPSILON
-    if is_narrow and is_small and _kind_of_step(optimizer) in _DIVIDING:
+    if is_narrow and is_small and class_with_step(optimizer) in _DIVIDING:
         message = (
             f"eps={epsilon!r} is too small for float16 parameters: "
             f"{type(optimizer).__name__} would divide by zero. Pass eps=1e-4, or "
@@ -191,16 +170,6 @@ _DIVIDING = (
     torch.optim.SparseAdam,
 )
 """Optimizers that divide by a moment in the dtype of the parameter."""
-
-
-def _is_sgd(optimizer: Any) -> bool:
-    """Whether an optimizer never squares a gradient."""
-    return _kind_of_step(optimizer) is torch.optim.SGD
-
-
-def _kind_of_step(optimizer: Any) -> Any:
-    """Return the class that has the step; a subclass may have its own."""
-    return next(base for base in type(optimizer).__mro__ if "step" in vars(base))
 
 
 def _described(parameter: Any) -> str:
