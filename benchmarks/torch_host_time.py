@@ -10,9 +10,9 @@ with fused AdamW:
     overflow       one gradient is infinite; not clipped
     clipped overflow
 
-Time is the processor time of the thread. On a GPU it ends when `update` returns: nothing
-waits for the device. The gradients are written before the clock starts. A ratio is the
-median over turns of ours divided by torch's.
+Time is the processor time of the thread. On a GPU it ends when `update` returns:
+nothing waits for the device. The gradients are written before the clock starts. A ratio
+is the median over turns of ours divided by torch's.
 
     python benchmarks/torch_host_time.py cpu FOLDER   writes torch_host_time.cpu.csv
 """
