@@ -71,10 +71,7 @@ if __name__ == "__main__":
         name = "ours" if isinstance(scaler, GradScaler) else "torch's"
         same = (scale, tracker) == (right, count)
         print(f"{name:8} scale {scale:g}, {tracker} clean steps, as without: {same}")
-    ours = seen[1][2]
-    print(
-        f"ours counted {ours.total_steps} steps of its own, "
-        f"{ours.skipped_steps} skipped"
-    )
+    total, skipped = seen[1][2].total_steps, seen[1][2].skipped_steps
+    print(f"ours counted {total} steps of its own, {skipped} skipped")
     same = all(map(torch.equal, expected, found))
     print(f"weights the same to the bit: {same}")

@@ -27,7 +27,7 @@ from lossscale.torch.calls import warn_caller
 from lossscale.torch.devices import uncompiled
 from lossscale.torch.distributed.rank_groups import GroupsOrMeshes, parse_rank_groups
 from lossscale.torch.inspection.groups import FoundInf, any_flag, invert
-from lossscale.torch.inspection.inspector import grads_of
+from lossscale.torch.inspection.inspector import has_grads
 from lossscale.torch.inspection.pinned_pool import PinnedPool
 from lossscale.torch.inspection.request import InspectionRequest
 from lossscale.torch.inspection.summary import GradientSummary
@@ -203,6 +203,9 @@ class GradScaler(torch.amp.GradScaler):
         self._schedulers: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         """The last report that each scheduler was stepped for."""
         self._pool = PinnedPool()
+        self._clip_arguments: tuple[object, ...] = ()
+        self._clip_options = clipping.ClipOptions(())
+        """What the last call of `clip_grad_norm_` was given, and what it means."""
         self._is_only_checking = False
         """Whether `_unscale_grads_` is called with gradients that stay scaled."""
 
@@ -440,8 +443,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        options.check_optimizer("unscale_", optimizer)
-        self._check_scale_growth_tracker("unscale_")
+        if not hasattr(optimizer, "param_groups"):
+            options.refuse_optimizer("unscale_", optimizer)
+        if self._scale is None:
+            self._check_scale_growth_tracker("unscale_")
         step = self._iteration.begin(optimizer)
         if step.clipped and step.stage is OptState.UNSCALED:
             self._write_back(step)
@@ -527,42 +532,54 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: With `error_if_nonfinite`, if the norm is not finite; the
                 gradients are as they were.
         """
-        options.check_optimizer("clip_grad_norm_", optimizer)
-        clip = clipping.parse_clip_options(
-            optimizer,
-            max_norm,
-            norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-            write_back=write_back,
-        )
+        if not hasattr(optimizer, "param_groups"):
+            options.refuse_optimizer("clip_grad_norm_", optimizer)
+        arguments = (max_norm, norm_type, error_if_nonfinite, write_back)
+        if arguments != self._clip_arguments or not isinstance(max_norm, float):
+            self._clip_options = clipping.parse_clip_options(
+                optimizer,
+                max_norm,
+                norm_type,
+                error_if_nonfinite=error_if_nonfinite,
+                write_back=write_back,
+            )
+            self._clip_arguments = arguments
+        clip = self._clip_options
         if not self._enabled:
             return clipping.clip_unscaled(optimizer, clip)
-        if self._scale is None and self._has_nothing_to_clip(unwrap(optimizer)):
-            return clipping.empty_norm(clip, "cpu")
-        self._check_scale_growth_tracker("clip_grad_norm_")
+        if self._scale is None:
+            if self._has_nothing_to_clip(unwrap(optimizer)):
+                return clipping.empty_norm(clip, "cpu")
+            self._check_scale_growth_tracker("clip_grad_norm_")
         step = self._begin_step(optimizer)
         step.require_not_clipped()
         live = self._live()
         if step.stage is OptState.READY:
             if step.accumulator is None:
-                if self._has_nothing_to_clip(step.optimizer):
-                    return clipping.empty_norm(clip, live.tensor.device)
-                if clip.fits_one_read and not self._is_overridden(*_CHECK_HOOKS):
-                    allow_fp16 = self._options.allow_fp16
-                    norm = clipping.clip_in_one_read(
-                        step, clip, self._checker, live, allow_fp16=allow_fp16
-                    )
-                    if norm is not None:
-                        return norm
+                norm = self._clip_scaled(step, clip, live)
+                if norm is not None:
+                    return norm
             self.unscale_(step.optimizer)
         return clipping.clip_after_unscaling(step, clip, self._checker, live)
+
+    def _clip_scaled(
+        self, step: OptimizerStep, clip: clipping.ClipOptions, live: LiveState
+    ) -> torch.Tensor | None:
+        """Clip scaled gradients in one read; `None` if they must be unscaled first."""
+        if not has_grads(step.optimizer) and self._has_nothing_to_clip(step.optimizer):
+            return clipping.empty_norm(clip, live.tensor.device)
+        if not clip.fits_one_read or self._is_overridden(*_CHECK_HOOKS):
+            return None
+        return clipping.clip_in_one_read(
+            step, clip, self._checker, live, allow_fp16=self._options.allow_fp16
+        )
 
     def _has_nothing_to_clip(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether there is no gradient, here or on a rank that waits for this one.
 
         Then nothing counts as unscaled: the gradients may come later.
         """
-        if grads_of(optimizer) or self._is_overridden(*_CHECK_HOOKS):
+        if has_grads(optimizer) or self._is_overridden(*_CHECK_HOOKS):
             return False
         return self._checker.inspector.plan_for(optimizer) is None
 
@@ -583,7 +600,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return  # the gradients add up in .grad
-        options.check_optimizer("accumulate", optimizer)
+        if not hasattr(optimizer, "param_groups"):
+            options.refuse_optimizer("accumulate", optimizer)
         self._check_scale_growth_tracker("accumulate")
         step = self._iteration.begin(optimizer)
         step.require_ready()
@@ -616,16 +634,19 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        options.check_optimizer("step", optimizer)
+        if not hasattr(optimizer, "param_groups"):
+            options.refuse_optimizer("step", optimizer)
         closure = None
         arguments = (args, kwargs)
         if args or kwargs:
             closure, arguments = closures.take_closure(optimizer, arguments)
         if closure is not None:
             return self._step_with_closure(optimizer, closure, arguments)
-        self._check_scale_growth_tracker("step")
+        if self._scale is None:
+            self._check_scale_growth_tracker("step")
         step = self._begin_step(optimizer)
-        step.require_not_failed()
+        if step.failed:
+            step.refuse_failed()
         return self._step(step, optimizer, arguments, is_prepared=False)
 
     @uncompiled
@@ -638,7 +659,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return [optimizer.step() for optimizer in optimizers]
         for optimizer in optimizers:
-            options.check_optimizer("step_all", optimizer)
+            if not hasattr(optimizer, "param_groups"):
+                options.refuse_optimizer("step_all", optimizer)
         self._check_scale_growth_tracker("step_all")
         steps = [self._begin_step(optimizer) for optimizer in optimizers]
         fused_optimizers.refuse_scaler_takers(step.optimizer for step in steps)
@@ -659,9 +681,11 @@ class GradScaler(torch.amp.GradScaler):
         """Return the step of an optimizer that has not taken it yet."""
         iteration = self._iteration
         step = iteration.begin(optimizer)
-        step.require_not_stepped()
-        if step.stage is OptState.UNSCALED and step.has_stale_check(iteration.losses):
-            self._check_again(step)
+        stage = step.state["stage"]
+        if stage is not OptState.READY:
+            step.require_not_stepped()
+            if step.has_stale_check(iteration.losses):
+                self._check_again(step)
         return step
 
     def _check_again(self, step: OptimizerStep) -> None:
@@ -695,7 +719,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         optimizer = step.optimizer
         stepped = given if given is optimizer else choose_stepped(optimizer, given)
-        is_fused = fused_optimizers.is_fused(optimizer)
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if is_fused and fused_optimizers.takes_scaler(optimizer):
             if step.accumulator is not None:
                 self.unscale_(optimizer)
@@ -704,7 +728,8 @@ class GradScaler(torch.amp.GradScaler):
             return result
         if not is_prepared:
             self._prepare(step)
-        step.mark_stepping()
+        if step.stepping is None:
+            step.mark_stepping()
         args, kwargs = arguments
         try:
             if is_fused:
@@ -719,7 +744,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _prepare(self, step: OptimizerStep) -> None:
         """Check scaled gradients; unscale them if the optimizer cannot."""
-        is_fused = fused_optimizers.is_fused(step.optimizer)
+        is_fused = getattr(step.optimizer, "_step_supports_amp_scaling", False)
         if step.stage is OptState.READY:
             if is_fused and step.accumulator is None:
                 self._check_inf_per_device(step.optimizer)
@@ -727,7 +752,7 @@ class GradScaler(torch.amp.GradScaler):
                 self.unscale_(step.optimizer)
             else:
                 self._unscale(step, stepping=True)
-        if not is_fused:
+        if not is_fused and not step.state["found_inf_per_device"]:
             step.require_checked()
 
     def _step_fused(
@@ -814,7 +839,9 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        scale, growth_tracker = self._scale, self._growth_tracker
+        if scale is None or growth_tracker is None:
+            scale, growth_tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
             new_scale = options.check_new_scale(new_scale, self._device)
         iteration = self._iteration

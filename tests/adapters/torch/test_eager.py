@@ -27,13 +27,20 @@ CASES = gpu_cases.cases("cpu", chunk=128, many=300)
 
 def measure_on_host(grads, scale, inverse, request, bounds):
     """Return the host's summary as a buffer, as the device's is."""
+    layout = eager.HostLayout(grads, bounds)
     numbers, amaxes = eager.measure_on_host(
-        grads, scale.item(), inverse.item(), request, bounds
+        grads, scale.item(), inverse.item(), request, layout
     )
     return torch.tensor(numbers + (amaxes or []))
 
 
-MEASURES = {"host": measure_on_host, "device": eager.measure_on_device}
+def measure_all_on_host(grads, scale, inverse, request, bounds):
+    """Return the host's summary with the largest magnitudes, as the device has them."""
+    request = request._replace(measure_amax=True)
+    return measure_on_host(grads, scale, inverse, request, bounds)
+
+
+MEASURES = {"host": measure_all_on_host, "device": eager.measure_on_device}
 
 
 class Eager:
@@ -77,7 +84,7 @@ PARAMETERS = [pytest.param(case, id=case.name) for case in CASES]
 
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_the_hosts_way_is_what_numpy_says(case):
-    gpu_cases.check(case, Eager(measure_on_host), strict=False)
+    gpu_cases.check(case, Eager(measure_all_on_host), strict=False)
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
@@ -152,3 +159,20 @@ def test_the_buffer_of_a_flag_says_no_more_than_the_flag():
         found = float(flag != 0.0)
         numbers = [found, 0.0, -1.0, -1.0, 8.0, 0.125, 8.0, 1.0, 0.0, -1.0]
         assert numbers == summary.numbers
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e38])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_the_host_finds_the_same_tensors_with_and_without_magnitudes(dtype, value):
+    if value == 1e38 and dtype is torch.float16:
+        value = 60000.0
+    bounds = [math.inf] * 3
+    flags = []
+    for measure in (measure_on_host, measure_all_on_host):
+        grads = [torch.ones(4, dtype=dtype) for _ in range(3)]
+        grads[1][2] = value
+        two, half = torch.tensor(2.0), torch.tensor(0.5)
+        buffer = measure(grads, two, half, InspectionRequest(), bounds)
+        found = buffer[HEADER:].isfinite().tolist() or [True] * 3
+        flags.append((buffer[:2].tolist(), found, buffer[NORM].item()))
+    assert repr(flags[1]) == repr(flags[0])

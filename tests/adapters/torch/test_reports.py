@@ -130,7 +130,9 @@ def test_names_and_a_module_exclude_each_other():
 def test_norm_and_amax_are_numbers_where_they_were_measured():
     weight, other = parameter([1.0]), parameter([1.0])
     optimizer = torch.optim.SGD([weight, other], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0, measure_norm=True))
+    scaler = started(
+        ls.GradScaler("cpu", init_scale=8.0, measure_norm=True, measure_amax=True)
+    )
     weight.grad, other.grad = torch.tensor([24.0]), torch.tensor([-32.0])
     scaler.step(optimizer)
     scaler.update()
@@ -332,7 +334,7 @@ def test_a_norm_that_only_one_optimizer_measured_is_none():
 
 
 def test_the_largest_magnitude_is_that_of_all_optimizers():
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0, measure_amax=True))
     for gradient in (8.0, 80.0):
         weight, other = parameter([1.0]), parameter([1.0])
         optimizer = torch.optim.SGD([weight, other], lr=1.0)

@@ -110,6 +110,8 @@ class GradientGroups:
         self.states_seen: int | None = None
         """How many parameters had an optimizer state when the bounds were set."""
         self._orders: dict[torch.device, torch.Tensor] = {}
+        self._host_layout: eager.HostLayout | None = None
+        """If all gradients are in the host's memory."""
         if self.is_foreign:
             return
         self.bounds = [LIMITS[to_dense(grad).dtype] for grad in grads]
@@ -127,6 +129,14 @@ class GradientGroups:
             is_dense = all(_is_dense(grads[index]) for index in members)
             self.groups.append(Group(device, members, kernels, is_dense, sharding))
         self.is_single = len(self.groups) == 1
+        first = self.groups[0] if self.groups else None
+        self.is_on_host = (
+            first is not None
+            and self.is_single
+            and first.kernels is None
+            and first.device.type == "cpu"
+        )
+        """Whether torch's operations read all of them, in the host's memory."""
 
     def fits(
         self, grads: list[torch.Tensor], shardings: list[Sharding] | None = None
@@ -142,7 +152,7 @@ class GradientGroups:
         """Set what each gradient may be once unscaled."""
         if bounds == self.bounds:
             return
-        self.bounds = bounds
+        self.bounds, self._host_layout = bounds, None
         for group in self.groups:
             if group.kernels is not None:
                 group.kernels.set_bounds([bounds[index] for index in group.indices])
@@ -162,24 +172,26 @@ class GradientGroups:
             carried: The scale that they carry.
             request: What to measure.
         """
-        if self.is_single and self.groups[0].kernels is None:
-            group = self.groups[0]
-            if group.device.type == "cpu":
-                return self._measure_on_host(group, grads, carried, request)
+        if self.is_on_host:
+            return self._measure_on_host(grads, carried, request)
         buffers = self.measure_groups(grads, carried, request)
         device = carried.known.device
         return self.merge(buffers, device, request)
 
     def _measure_on_host(
         self,
-        group: Group,
         grads: list[torch.Tensor],
         carried: CarriedScale,
         request: InspectionRequest,
     ) -> tuple[GradientSummary, FoundInf]:
         """Measure gradients that are all in the host's memory."""
+        group = self.groups[0]
         own = grads if group.is_dense else [to_dense(grad) for grad in grads]
-        measured = eager.measure_on_host(own, *carried.on_host(), request, self.bounds)
+        scale, inverse = carried.on_host()
+        layout = self._host_layout
+        if layout is None:
+            layout = self._host_layout = eager.HostLayout(own, self.bounds)
+        measured = eager.measure_on_host(own, scale, inverse, request, layout)
         summary = GradientSummary(*measured, None, self.bounds)
         flag = measured.numbers[FOUND_INF]
         return summary, {group.device: make_flag(flag, group.device)}
@@ -259,6 +271,10 @@ class GradientGroups:
         self, grads: list[torch.Tensor], factor: float | torch.Tensor
     ) -> None:
         """Multiply the gradients by one float32 number, in place."""
+        if self._host_layout is not None and isinstance(factor, float):
+            own = self._select(self.groups[0], grads)
+            eager.multiply_on_host_(own, factor, self._host_layout)
+            return
         for group in self.groups:
             own = self._select(group, grads)
             if isinstance(factor, float):
@@ -278,7 +294,15 @@ class GradientGroups:
 
 def make_flag(value: float, device: torch.device) -> torch.Tensor:
     """Return a flag as torch's protocol has it: one float32 number."""
+    if device.type == "cpu":  # a copy takes a third of the time
+        return _FLAGS[value].clone()
     return torch.full((), value, dtype=torch.float32, device=device)
+
+
+_FLAGS = {
+    value: torch.full((), value, dtype=torch.float32, device="cpu")
+    for value in (0.0, 1.0)
+}
 
 
 def any_flag(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -323,8 +347,10 @@ def _measure_eagerly(
 ) -> torch.Tensor:
     """Return the buffer of a summary that torch's operations make."""
     if device.type == "cpu":
+        scale_and_inverse = carried.on_host()
+        layout = eager.HostLayout(grads, bounds)
         numbers, amaxes = eager.measure_on_host(
-            grads, *carried.on_host(), request, bounds
+            grads, *scale_and_inverse, request, layout
         )
         # A part says the magnitude of each tensor, so that the whole can.
         listed = amaxes or [0.0] * len(grads)

@@ -202,6 +202,15 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def has_grads(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any parameter of an optimizer has a gradient."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                return True
+    return False
+
+
 def grads_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the gradients that there are, in the order of the parameters."""
     return [

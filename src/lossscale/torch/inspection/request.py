@@ -42,13 +42,16 @@ class InspectionRequest(NamedTuple):
         """Whether the norm is needed."""
         return self.measure_norm or self.max_norm < math.inf
 
-    def compares_with(self, bounds: list[float]) -> bool:
+    def compares_with(self, smallest_bound: float) -> bool:
         """Whether gradients must be compared with bounds of headroom.
 
         Gradients that are clipped to less than every bound cannot exceed one.
         """
-        protected = min(self.max_norm, self.clipped_later) <= min(bounds)
-        return self.check_headroom and not protected
+        return (
+            self.check_headroom
+            and self.max_norm > smallest_bound
+            and self.clipped_later > smallest_bound
+        )
 
     def for_a_part(self) -> "InspectionRequest":
         """Return the request for one of several parts, which are clipped together."""

@@ -180,6 +180,13 @@ class GradientSummary:
         # CUDA forbids the question while a graph is being captured.
         return not is_capturing(self.numbers.device) and self._event.query()
 
+    def skips_step(self) -> bool:
+        """Whether the step must be skipped; waits as `on_host` does."""
+        numbers = self.numbers
+        if isinstance(numbers, list):
+            return numbers[FOUND_INF] != 0.0
+        return self._values()[FOUND_INF] != 0.0
+
     def on_host(self) -> HostSummary:
         """Return the numbers; waits for the device if they have not arrived."""
         numbers = self._values()

@@ -13,7 +13,7 @@ before anything changes and cleared when all is recorded: `is_unscaling`, `stepp
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 from weakref import ref
 
 import torch
@@ -170,11 +170,10 @@ class OptimizerStep:
             )
             raise RuntimeError(message)
 
-    def require_not_failed(self) -> None:
-        """Raise if unscaling the gradients has failed."""
-        if self.failed:
-            message = f"No inf checks were recorded for this optimizer. {FAILED}"
-            raise AssertionError(message)
+    def refuse_failed(self) -> NoReturn:
+        """Raise, because unscaling the gradients has failed."""
+        message = f"No inf checks were recorded for this optimizer. {FAILED}"
+        raise AssertionError(message)
 
     def require_checked(self) -> None:
         """Raise unless the gradients were checked."""

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 
@@ -87,10 +87,8 @@ def check_callback(on_step: object) -> None:
         raise SettingTypeError(message)
 
 
-def check_optimizer(method: str, optimizer: Any) -> None:
-    """Raise unless a method was given an optimizer."""
-    if hasattr(optimizer, "param_groups"):
-        return
+def refuse_optimizer(method: str, optimizer: object) -> NoReturn:
+    """Raise, because a method was given something that is not an optimizer."""
     arguments = "optimizer, 1.0" if method == "clip_grad_norm_" else "optimizer"
     message = (
         f"{method}() takes the optimizer, got {format_value(optimizer)} "

@@ -76,9 +76,12 @@ def host_outcome(
         if numbers[FOUND_INF]:
             skipped = True
             overflowed = overflowed or not numbers[TOO_LARGE]
-    if iteration.micro_batches and not overflowed:
-        overflowed = any(bool(one.overflowed) for one in iteration.micro_batches)
-    loss = _loss_that_holds(iteration, device)
+    loss = iteration.loss_nonfinite
+    if iteration.micro_batches:
+        overflowed = overflowed or any(
+            bool(one.overflowed) for one in iteration.micro_batches
+        )
+        loss = _loss_that_holds(iteration, device)
     return HostOutcome(
         overflowed,
         skipped,

@@ -179,8 +179,10 @@ class StepReport:
 
     def outcomes(self) -> list[tuple[OptimizerRef, bool]]:
         """Return weak references to the optimizers, each with whether it stepped."""
-        pairs = zip(self._outcomes, self._on_host(), strict=True)
-        return [(o.optimizer, seen.finite and o.stepped) for o, seen in pairs]
+        return [
+            (outcome.optimizer, outcome.stepped and not outcome.summary.skips_step())
+            for outcome in self._outcomes
+        ]
 
     def _on_host(self) -> list[HostSummary]:
         if self._host is None or not self.is_final:

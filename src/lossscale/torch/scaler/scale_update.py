@@ -131,6 +131,11 @@ class ScaleUpdate:
         self.is_builtin = type(policy) in (Fixed, Dynamic)
         """Whether the policy reads nothing but the flags."""
         self.checks_loss = bool(getattr(policy, "hold_on_nonfinite_loss", False))
+        self.growth_threshold = 0
+        """While fewer finite steps were counted, and no overflow, a finite step does no
+        more than count."""
+        if isinstance(policy, Dynamic):
+            self.growth_threshold = policy.settings.growth_threshold
         self._launchers: dict[torch.device, KernelLauncher] = {}
 
     # -- on the host -------------------------------------------------------------------

@@ -88,14 +88,22 @@ class ScalerState:
         outcome: HostOutcome,
     ) -> None:
         """Advance a state whose tensors are on a CPU."""
-        before = ScaleState(scale.item(), growth_tracker.item(), self._bad_steps)
-        after = update.advance_numbers(before, outcome)
-        # The scale last: an interrupt in between must not move it twice.
-        if after.good != before.good:
+        good_steps = int(growth_tracker.item())
+        is_finite = not (outcome.found_inf or outcome.skipped or outcome.loss_nonfinite)
+        if (
+            is_finite
+            and not self._bad_steps
+            and good_steps + 1 < update.growth_threshold
+        ):
+            growth_tracker.add_(1)
+        else:
+            before = ScaleState(scale.item(), good_steps, self._bad_steps)
+            after = update.advance_numbers(before, outcome)
+            # The scale last: an interrupt in between must not move it twice.
             growth_tracker.fill_(after.good)
-        self._bad_steps = after.bad
-        if after.scale != before.scale:
-            scale.fill_(after.scale)
+            self._bad_steps = after.bad
+            if after.scale != before.scale:
+                scale.fill_(after.scale)
         counters = self._counters
         counters[0] += 1
         if outcome.skipped:

@@ -194,10 +194,12 @@ class GroupKernels(KernelLauncher):
         self._tables: Tables | None = None
         self._kept_tables = kept_tables
         self._bounds = bounds
+        self._smallest_bound = min(bounds)
 
     def set_bounds(self, bounds: list[float]) -> None:
         """Set what each gradient may be once unscaled."""
         self._bounds, self._tables = bounds, None
+        self._smallest_bound = min(bounds)
 
     def measure(
         self,
@@ -255,7 +257,7 @@ class GroupKernels(KernelLauncher):
                 (
                     request.norm_type != math.inf,
                     request.max_norm < math.inf,
-                    request.compares_with(self._bounds),
+                    request.compares_with(self._smallest_bound),
                     request.as_grad_scale,
                     inverted,
                 ),
