@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from helpers.limits import HANG_SECONDS
+from helpers.processes import run_process
 
+import lossscale
 import lossscale.numpy as ls
 from lossscale import Dynamic
 from lossscale.core.errors import SettingError, SettingTypeError, StateError
@@ -213,6 +216,18 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_package_that_is_not_installed_records_from_its_source(path):
+    program = (
+        "import sys; from lossscale.diagnostics import Recorder\n"
+        "with Recorder(sys.argv[1]) as recorder: recorder.record(scale=8, applied=True)"
+    )
+    source = Path(lossscale.__file__).parents[1]
+    # Without site-packages there is no metadata that would say its version.
+    command = [sys.executable, "-S", "-c", program, path]
+    run_process(command, check=True, env={"PYTHONPATH": str(source)})
+    assert "lossscale" in read_run(path).header["versions"]
 
 
 def test_the_file_is_written_without_a_flush(path):

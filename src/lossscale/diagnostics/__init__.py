@@ -16,6 +16,7 @@ from lossscale.diagnostics.records.steps import StepRecord, TensorStatistics
 
 if TYPE_CHECKING:
     from lossscale.diagnostics.recording import Recording, read_recording
+    from lossscale.diagnostics.report.build import build_report
     from lossscale.diagnostics.simulation import Simulation, simulate
     from lossscale.diagnostics.statistics import (
         ExponentHistogram,
@@ -34,6 +35,7 @@ __all__ = [
     "Simulation",
     "StepRecord",
     "TensorStatistics",
+    "build_report",
     "exponent_histogram",
     "measure_tensors",
     "read_recording",
@@ -45,6 +47,7 @@ _WITH_NUMPY = {
     "ExponentHistogram": "statistics",
     "Recording": "recording",
     "Simulation": "simulation",
+    "build_report": "report.build",
     "exponent_histogram": "statistics",
     "measure_tensors": "statistics",
     "read_recording": "recording",

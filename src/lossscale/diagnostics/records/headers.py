@@ -81,8 +81,8 @@ def find_versions() -> dict[str, str]:
         if package in sys.modules:
             try:
                 found[package] = version(package)
-            except PackageNotFoundError:  # it runs from its source
-                found[package] = str(getattr(sys.modules[package], "__version__", ""))
+            except PackageNotFoundError:
+                found[package] = "from source"
     return found
 
 

@@ -26,7 +26,7 @@ ROLLUP_FORMAT = "lossscale-rollup/1"
 BLOCK_STEPS = 1_024
 """How many steps one row stands for, at most."""
 
-TENSOR_BLOCKS = 16
+TENSOR_BLOCKS = 4
 """How many blocks one row of tensors stands for."""
 
 MOST_SKIPS = 32

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to try, in words: only what follows from what a run shows."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lossscale.diagnostics.report.wording import percent
+
+if TYPE_CHECKING:
+    from lossscale.diagnostics.report.summary import Summary
+
+_MANY = 0.05
+_FEW_BITS = 1.0
+_NARROW = ("float16", "float8_e5m2", "float8_e4m3")
+"""The formats whose range a scale is for."""
+
+
+def give_advice(run: "Summary") -> Iterator[str]:
+    """Yield what to try, the most important first."""
+    if not run.steps:
+        yield "No step was recorded. Check that the recorder is called after each step."
+        return
+    yield from _about_alarms(run)
+    yield from _about_skips(run)
+    yield from _about_underflow(run)
+    yield from _about_scale(run)
+    yield from _about_record(run)
+
+
+def _about_alarms(run: "Summary") -> Iterator[str]:
+    kinds = {alarm.kind for alarm in run.alarms}
+    good = [a.last_good_step for a in run.alarms if a.last_good_step is not None]
+    if kinds and good:
+        yield (
+            f"Keep a checkpoint of step {min(good):,} or earlier: its weights are the "
+            "last that are known to be good."
+        )
+    if "nan" in kinds:
+        yield (
+            "NaN without an infinity does not come from the scale. Look for it in the "
+            "forward pass: a division by zero, a logarithm or square root of a number "
+            "that is not positive, an attention row that is masked completely."
+        )
+    if "floor" in kinds:
+        yield (
+            "The scale cannot go lower, and steps still overflow. Clip the gradients, "
+            "lower the learning rate, or keep the layers named below in float32 or "
+            "bfloat16."
+        )
+    if kinds & {"back-offs", "norm", "headroom"}:
+        yield (
+            "The gradients were growing. Lower the learning rate or lengthen its "
+            "warm-up, and clip by the norm; a lower scale only delays the overflow."
+        )
+
+
+def _about_skips(run: "Summary") -> Iterator[str]:
+    if run.causes.get("loss"):
+        yield (
+            f"{_steps(run.causes['loss'])} had a loss that was not finite before it "
+            "was scaled, so the scale is not the cause: check the batch and the "
+            "forward pass."
+        )
+    if run.causes.get("headroom"):
+        yield (
+            f"{_steps(run.causes['headroom'])} had gradients that are finite and too "
+            "large for the optimizer to square: clip them."
+        )
+    overflows = run.causes.get("inf", 0) + run.causes.get("nan", 0)
+    if overflows > _MANY * run.steps and overflows > run.backoffs:
+        yield (
+            f"{overflows / run.steps:.1%} of the steps overflowed. Each of them costs "
+            "a batch: start from a lower scale, or lengthen the growth interval."
+        )
+    if run.tensors:
+        yield from _about_tensors(run)
+
+
+def _about_tensors(run: "Summary") -> Iterator[str]:
+    worst = run.tensors[0]
+    text = f"{worst.name} was not finite most often, in {_steps(worst.inf + worst.nan)}"
+    if run.nearest_finite is not None:
+        text += (
+            f". When gradients first broke, {run.nearest_finite} was the nearest "
+            "tensor that stayed finite: the fault lies between it and the layer "
+            "before it"
+        )
+    yield f"{text}."
+
+
+def _about_underflow(run: "Summary") -> Iterator[str]:
+    if run.dtype not in _NARROW or (run.lost_share or 0.0) <= _MUCH:
+        return
+    text = (
+        f"{percent(run.lost_share or 0.0)} of the stored gradients were zero or "
+        "subnormal when they were measured last"
+    )
+    if run.largest_magnitude == 0.0:
+        text += ", and no gradient was above zero in any step: nothing was learned"
+    fixed = run.policy.get("kind") == "fixed"
+    way = "use a dynamic scale, or a higher fixed one" if fixed else "start higher"
+    yield f"{text}. Raise the scale: {way}."
+
+
+_MUCH = 0.5
+
+
+def _about_scale(run: "Summary") -> Iterator[str]:
+    fixed = run.policy.get("kind") == "fixed"
+    low = run.lowest_headroom
+    unused = run.dtype in _NARROW and low is not None and low > 4 * _FEW_BITS
+    if not run.skipped and fixed and unused:
+        yield (
+            f"The largest gradient left {low:.1f} bits of headroom throughout: a scale "
+            f"2^{int(low or 0) - 1} times higher would lose less to underflow."
+        )
+    if run.last_scale is not None and run.last_scale < 1.0 and not fixed:
+        yield (
+            f"The scale ended at {run.last_scale:g}. Below 1 it no longer protects "
+            "small gradients: those of this run are too large for their format."
+        )
+
+
+def _about_record(run: "Summary") -> Iterator[str]:
+    if run.largest_magnitude is None:
+        yield (
+            "Headroom is not shown because no largest magnitude was recorded: pass "
+            "amax, or ask the scaler to measure it."
+        )
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count:,} steps"

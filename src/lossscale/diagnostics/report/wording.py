@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers as a person reads them."""
+
+from math import frexp, isfinite
+
+NOTHING = "\u2013"
+"""Shown where there is no number: a dash."""
+
+_LONG = 1e8
+_SMALL = 1e-3
+_HALF = 0.5
+
+
+def number(value: float | None) -> str:
+    """Return a number: whole ones with commas, powers of two that are long as such."""
+    if value is None:
+        return NOTHING
+    if not isfinite(value):
+        return str(value)
+    if float(value).is_integer() and abs(value) < _LONG:
+        return f"{int(value):,}"
+    mantissa, exponent = frexp(value)
+    long = abs(value) >= _LONG or abs(value) < _SMALL
+    return f"2^{exponent - 1}" if long and mantissa == _HALF else f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    """Return a share as per cent, with enough digits to tell it from nothing."""
+    hundred = 100 * share
+    if 0 < hundred < 0.01:  # noqa: PLR2004
+        return "< 0.01 %"
+    return f"{hundred:.2f} %" if 0 < hundred < 1 else f"{hundred:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as hours, minutes and seconds, the largest two of them."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    if hours:
+        return f"{hours:,} h {minutes} min"
+    if minutes:
+        return f"{minutes} min {whole % 60} s"
+    return f"{seconds:.1f} s"
