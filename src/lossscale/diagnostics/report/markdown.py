@@ -10,7 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from lossscale.diagnostics.alarms import Alarm
 from lossscale.diagnostics.report.differences import find_differences
 from lossscale.diagnostics.report.summary import Summary
-from lossscale.diagnostics.report.wording import NOTHING, duration, number, percent
+from lossscale.diagnostics.report.wording import (
+    NOTHING,
+    duration,
+    encodable,
+    number,
+    percent,
+)
 
 _MOST_TENSORS = 20
 _MOST_ALARMS = 20
@@ -24,7 +30,7 @@ def make_markdown(summaries: Sequence[Summary]) -> str:
         lines += _run(run)
     if len(summaries) > 1:
         lines += ["## What differs", "", *_differences(summaries), ""]
-    return "\n".join(lines)
+    return encodable("\n".join(lines))
 
 
 def _run(run: Summary) -> Iterator[str]:

@@ -29,6 +29,7 @@ from lossscale.diagnostics.report.tensors import (
     make_heat_map,
     make_histograms,
 )
+from lossscale.diagnostics.report.wording import encodable
 
 MOST_BYTES = 1_500_000
 """How large a page may be."""
@@ -134,7 +135,7 @@ def _assemble(summaries: Sequence[Summary], data: str) -> str:
         (s.first_step for s in summaries if s.first_step is not None), default=0
     )
     last = max((s.last_step for s in summaries if s.last_step is not None), default=0)
-    return Template(_asset("page.html")).substitute(
+    page = Template(_asset("page.html")).substitute(
         policy=(
             f"default-src 'none'; script-src '{_hash(script)}'; "
             f"style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
@@ -160,6 +161,7 @@ def _assemble(summaries: Sequence[Summary], data: str) -> str:
         uplot_licence=escape(_asset("uPlot-LICENSE.txt")),
         data=data,
     )
+    return encodable(page)
 
 
 def _hash(text: str) -> str:

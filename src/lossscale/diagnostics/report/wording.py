@@ -11,6 +11,11 @@ _SMALL = 1e-3
 _HALF = 0.5
 
 
+def encodable(text: str) -> str:
+    """Return text that UTF-8 can hold; a name may have half a character in it."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def number(value: float | None) -> str:
     """Return a number: whole ones with commas, powers of two that are long as such."""
     if value is None:
