@@ -89,7 +89,10 @@ nitpick_ignore_regex = [
     (r"py:class", r"lossscale\.diagnostics\.records\..*"),
     (r"py:class", r"lossscale\.diagnostics\.loggers\.base\..*"),
     # The standard library and NumPy: no inventory is downloaded.
-    (r"py:class", r"(collections\.abc\.)?(Callable|Iterable|Iterator|Mapping|Sequence)"),
+    (
+        r"py:class",
+        r"(collections\.abc\.)?(Callable|Iterable|Iterator|Mapping|Sequence)",
+    ),
     (r"py:class", r"(os\.)?PathLike|(pathlib\.)?Path"),
     (r"py:class", r"(numpy\.|np\.|npt\.|numpy\.typing\.).*"),
     (r"py:class", r"ndarray|dtype|bool_|bool|int64|float32|ArrayLike|NDArray"),

@@ -121,10 +121,9 @@ def test_chunks_keep_to_their_budget_and_no_spike_is_lost(known):
 
 
 def test_a_long_run_is_shown_step_by_step_where_it_went_wrong(known, monkeypatch):
-    monkeypatch.setattr(levels, "MOST_STEPS", 100)
     monkeypatch.setattr(levels, "_MOST_WINDOWS", 2)
     run = read_run(known.path)
-    overview, *windows = make_levels(run, [1_500], 1_000_000)
+    overview, *windows = make_levels(run, [1_500], 1_000_000, most_steps=100)
     assert (1, STEPS, 3) == (overview["from"], overview["to"], overview["count"])
     shown = [(window["from"], window["to"]) for window in windows if window["exact"]]
     assert [(1, 2_048)] == shown

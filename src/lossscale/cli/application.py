@@ -12,6 +12,7 @@ from lossscale.cli.choices import Group
 from lossscale.cli.convert import convert
 from lossscale.cli.demo import demo
 from lossscale.cli.doctor import doctor
+from lossscale.cli.export import export
 from lossscale.cli.presets import presets
 from lossscale.cli.report import report
 from lossscale.cli.simulate import simulate
@@ -46,5 +47,5 @@ def application() -> None:
     """Loss scaling for mixed-precision training: examine, try and convert."""
 
 
-for command in (demo, report, simulate, presets, convert, doctor):
+for command in (demo, report, export, simulate, presets, convert, doctor):
     application.add_command(command)

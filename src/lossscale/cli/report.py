@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`lossscale report`: what happened in recorded runs, on one page."""
 
-import warnings
 from pathlib import Path
 
 import click
 
 from lossscale.cli.choices import Choice
-from lossscale.cli.output import progress, warn
+from lossscale.cli.output import kept_warnings, progress
 from lossscale.core.portable import write_atomically
 
 _FORMATS = ("html", "md", "json")
@@ -41,11 +40,7 @@ def report(runs: tuple[Path, ...], output: Path | None, chosen: str | None) -> N
         output = Path("report.html")
     if output is not None:
         check_output(output, runs)
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        progress("reading", 100) as advance,
-    ):
-        warnings.simplefilter("always")
+    with kept_warnings(), progress("reading", 100) as advance:
         done = 0
 
         def on_progress(position: int, size: int) -> None:
@@ -55,8 +50,6 @@ def report(runs: tuple[Path, ...], output: Path | None, chosen: str | None) -> N
                 advance()
 
         text = build_report(runs, format=form, on_progress=on_progress)
-    for warning in caught:
-        warn(str(warning.message))
     if output is None:
         click.echo(text, nl=False)
         return

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lossscale.diagnostics.alarms import Alarm, AlarmRules
+from lossscale.diagnostics.records.parquet import export_parquet
 from lossscale.diagnostics.records.reader import RecordWarning, RunFile, read_run
 from lossscale.diagnostics.records.recorder import Recorder
 from lossscale.diagnostics.records.steps import StepRecord, TensorStatistics
@@ -37,6 +38,7 @@ __all__ = [
     "TensorStatistics",
     "build_report",
     "exponent_histogram",
+    "export_parquet",
     "measure_tensors",
     "read_recording",
     "read_run",

@@ -25,8 +25,9 @@ from lossscale.diagnostics.report.buckets import (
 )
 from lossscale.diagnostics.report.encoding import encode_arrays, shorten
 
-MOST_STEPS = 2_000_000
-"""The longest run whose steps are all read; of a longer one, the roll-up is."""
+MOST_STEPS = 1_000_000
+"""The longest run whose steps are all read; of a longer one, the roll-up is. Several
+runs share it."""
 
 OVERVIEW = 2_000
 """How many buckets the overview has, at most."""
@@ -44,17 +45,24 @@ Chunk: TypeAlias = dict[str, Any]
 """Consecutive buckets, encoded; `chunkArrays` in `assets/page.js` reads it."""
 
 
-def make_levels(run: RunFile, alarm_steps: Sequence[int], budget: int) -> list[Chunk]:
+def make_levels(
+    run: RunFile,
+    alarm_steps: Sequence[int],
+    budget: int,
+    *,
+    most_steps: int = MOST_STEPS,
+) -> list[Chunk]:
     """Return the chunks of a run, the overview first.
 
     Args:
         run: The run.
         alarm_steps: Steps around which a very long run is shown step by step.
         budget: How many bytes the chunks may have together, in the page.
+        most_steps: The longest run whose steps are all read.
     """
     if not run.blocks:
         return []
-    if run.rows <= MOST_STEPS:
+    if run.rows <= most_steps:
         every = from_columns(read_columns(run), run.dtype)
         windows: list[Buckets] = []
     else:

@@ -21,7 +21,7 @@ from lossscale.diagnostics.formats import FORMATS
 from lossscale.diagnostics.records.reader import RunFile
 from lossscale.diagnostics.report import sections
 from lossscale.diagnostics.report.differences import find_differences
-from lossscale.diagnostics.report.levels import make_levels
+from lossscale.diagnostics.report.levels import MOST_STEPS, make_levels
 from lossscale.diagnostics.report.summary import Summary
 from lossscale.diagnostics.report.tensors import (
     encode_heat_map,
@@ -88,7 +88,8 @@ def _run_data(run: RunFile, summary: Summary, count: int) -> dict[str, Any]:
         data = _without_tensors(data)
     left = budget - len(json.dumps(data))
     alarm_steps = [alarm.step for alarm in summary.alarms]
-    return data | {"chunks": make_levels(run, alarm_steps, left)}
+    most = MOST_STEPS // count
+    return data | {"chunks": make_levels(run, alarm_steps, left, most_steps=most)}
 
 
 _LONGEST_TITLE = 200
