@@ -65,6 +65,8 @@ SUITES = {
             "tests/packaging",
             "tests/demo",
             "tests/diagnostics",
+            # Skipped where the tracker is missing.
+            "tests/loggers",
             "tests/adapters/test_numpy.py",
         ),
         {},

@@ -45,8 +45,13 @@ def record_run(path, steps=600, *, seed=0, names=NAMES, every=50, **settings):
     )
     known.loss[steps // 3] = 9.25
     scale = 65536.0
-    options = {"names": names, "policy": Dynamic(), "statistics_every": every}
-    with Recorder(path, writers=(), **(options | settings)) as recorder:
+    options = {
+        "names": names,
+        "policy": Dynamic(),
+        "statistics_every": every,
+        "writers": (),
+    }
+    with Recorder(path, **(options | settings)) as recorder:
         for i in range(steps):
             known.scale[i] = scale
             cause = None if known.applied[i] else ("inf", "nan", "loss")[i % 3]

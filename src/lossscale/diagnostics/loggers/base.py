@@ -52,12 +52,20 @@ class WindowWriter(StepWriter):
         self._records: list[StepRecord] = []
         self._last_scale: float | None = None
         self._totals = dict.fromkeys(("skipped", *CAUSES), 0)
+        self.alarms = 0
+        """How many alarms there were."""
 
     def write_step(self, record: StepRecord) -> None:
         """Take a step; write the window if it is full."""
         self._records.append(record)
         if len(self._records) >= self._every:
             self.flush()
+
+    def write_alarm(self, alarm: Alarm) -> None:
+        """Count an alarm; the window before it is written first."""
+        del alarm
+        self.flush()
+        self.alarms += 1
 
     def flush(self) -> None:
         """Write the window as it is."""
