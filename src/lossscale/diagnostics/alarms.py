@@ -6,7 +6,8 @@ what it sees in them, or `None`. They are pure. `AlarmMonitor` calls them for ev
 of a live run, and `scan` for a recorded one, so both raise the same alarms.
 
     back-offs   the scale was lowered several times within a few steps, although the
-                loss was finite: the gradients are growing faster than it can follow
+                loss was finite: the gradients are growing faster than it can follow;
+                fewer times are enough if the loss is rising as well
     floor       steps overflow at the lowest scale that can help
     nan         gradients are NaN without an infinity: no lower scale can help
     headroom    the largest gradient is growing towards the end of its format's range
@@ -60,6 +61,8 @@ class AlarmRules:
 
     backoffs: int = 4
     """How many back-offs within `window` raise an alarm."""
+    backoffs_while_rising: int = 2
+    """How many raise one if the loss has risen by half within `window` as well."""
     window: int | None = None
     """Within how many steps; by default the policy's growth interval, and at most 500:
     a healthy scale backs off about once in that time."""
@@ -80,7 +83,14 @@ class AlarmRules:
     def __post_init__(self) -> None:
         """Check every setting."""
         for name in (
-            *("backoffs", "floor_skips", "floor_window", "nan_steps", "trend_window"),
+            *(
+                "backoffs",
+                "backoffs_while_rising",
+                "floor_skips",
+                "floor_window",
+                "nan_steps",
+                "trend_window",
+            ),
             "horizon",
         ):
             checks.count(name, getattr(self, name))
@@ -145,15 +155,18 @@ def find_backoffs(
         for before, after in pairwise(window)
         if after.scale < before.scale and _loss_was_finite(before)
     ]
-    if len(lowered) < rules.backoffs:
+    rising = _loss_is_rising(window)
+    needed = min(rules.backoffs, rules.backoffs_while_rising) if rising else 0
+    if len(lowered) < (needed or rules.backoffs):
         return None
     first, now = lowered[0][0], window[-1]
     names = _names(before for before, _ in lowered)
+    loss = "finite and is rising" if rising else "finite"
     message = (
         f"The scale was lowered {len(lowered)} times within "
         f"{now.step - first.step + 1:,} steps, from {first.scale:g} to {now.scale:g}, "
-        "and the loss was finite: the gradients are growing faster than the scale can "
-        f"follow{_listed(names)}."
+        f"and the loss was {loss}: the gradients are growing faster than the scale "
+        f"can follow{_listed(names)}."
     )
     return Alarm(
         "back-offs", now.step, _last_applied(recent, first.step), message, names
@@ -285,13 +298,28 @@ def _applied(recent: Sequence[StepRecord], count: int) -> list[StepRecord]:
 
 def _loss_is_falling(window: Sequence[StepRecord]) -> bool:
     """Whether the second half's loss is below the first's; False if it is not known."""
+    halves = _loss_of_halves(window)
+    return halves is not None and halves[1] < halves[0]
+
+
+def _loss_is_rising(window: Sequence[StepRecord]) -> bool:
+    """Whether the second half's loss is half as high again as the first's."""
+    halves = _loss_of_halves(window)
+    return halves is not None and halves[1] > _RISE * halves[0] > 0.0
+
+
+def _loss_of_halves(window: Sequence[StepRecord]) -> tuple[float, float] | None:
+    """Return the median loss of either half; `None` if it is not known."""
     losses = [
         record.loss
         for record in window
         if record.loss is not None and math.isfinite(record.loss)
     ]
     half = len(losses) // 2
-    return half > 0 and median(losses[half:]) < median(losses[:half])
+    return (median(losses[:half]), median(losses[half:])) if half else None
+
+
+_RISE = 1.5
 
 
 def _before_rise(window: Sequence[StepRecord]) -> int:
