@@ -16,6 +16,7 @@ from lossscale.cli.export import export
 from lossscale.cli.presets import presets
 from lossscale.cli.report import report
 from lossscale.cli.simulate import simulate
+from lossscale.cli.watch import watch
 from lossscale.core.errors import LossScaleError
 
 
@@ -47,5 +48,5 @@ def application() -> None:
     """Loss scaling for mixed-precision training: examine, try and convert."""
 
 
-for command in (demo, report, export, simulate, presets, convert, doctor):
+for command in (demo, report, watch, export, simulate, presets, convert, doctor):
     application.add_command(command)
