@@ -153,10 +153,13 @@ def lost_at(records):
     return None if last is not None and last > end - 30 else (last or 0) + 1
 
 
-def faulty_layer(keep=0):
+def faulty_layer(keep=0, steps=STEPS):
     """Return the training whose fourth layer breaks at step 100."""
     return train(
-        "drifting gain in a layer", fault=partial(drifting_gain, 3, 100), keep=keep
+        "drifting gain in a layer",
+        fault=partial(drifting_gain, 3, 100),
+        keep=keep,
+        steps=steps,
     )
 
 

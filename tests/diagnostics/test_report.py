@@ -14,14 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lossscale.core.errors import SettingError, StateError
-from lossscale.diagnostics import Recorder, build_report, exponent_histogram, read_run
+from lossscale.diagnostics import (
+    Recorder,
+    build_report,
+    exponent_histogram,
+    measure_tensors,
+    read_run,
+)
 from lossscale.diagnostics.formats import FORMATS
 from lossscale.diagnostics.records.columns import read_columns
 from lossscale.diagnostics.records.steps import CAUSES
 from lossscale.diagnostics.report import levels, page
 from lossscale.diagnostics.report.buckets import fit, from_blocks, from_columns
 from lossscale.diagnostics.report.levels import make_levels
-from lossscale.diagnostics.report.tensors import make_heat_map, outcome
+from lossscale.diagnostics.report.tensors import BROKEN, make_heat_map, outcome
+from lossscale.diagnostics.report.wording import number
 
 STEPS = 3_000
 
@@ -218,6 +225,90 @@ def test_differences_name_what_differs_and_nothing_else(tmp_path):
     assert ["8", "16"] == rows["config: batch"]
     assert ["8", "16"] == rows["last scale"]
     assert not {"config: seed", "loss at the end", "skipped"} & set(rows)
+
+
+def record_steps(path, steps, **settings):
+    """Record steps given as keywords, and return the advice of the report."""
+    with Recorder(path, writers=(), **settings) as recorder:
+        for step in steps:
+            recorder.record(**step)
+    return summary_of(path)["advice"]
+
+
+def test_advice_follows_the_order_of_the_alarms(tmp_path):
+    fine = [{"scale": 1024.0, "applied": True, "loss": 2.0}] * 20
+    bad = {"applied": False, "loss": 2.0, "nonfinite": {"a": "inf"}}
+    falling = [bad | {"scale": 2.0**-i} for i in range(-10, 1)]
+    nan = [{"scale": 0.5, "applied": False, "cause": "loss", "loss": math.nan}] * 5
+    policy = {"kind": "dynamic", "growth_interval": 50}
+    advice = record_steps(tmp_path / "a.jsonl", [*fine, *falling, *nan], policy=policy)
+    # NaN may have come from step 20 itself.
+    assert "step 19 or earlier" in advice[0]
+    assert advice[1].startswith("The gradients were growing.")
+    assert any(text.startswith("NaN came after the first alarm") for text in advice)
+    advice = record_steps(tmp_path / "b.jsonl", [*fine, *nan], policy=policy)
+    assert any("does not come from the scale" in text for text in advice)
+
+
+def test_advice_brackets_the_layer_that_broke(tmp_path):
+    names = ["a", "b", "c"]
+    bad = {"scale": 8.0, "applied": False, "nonfinite": {"a": "inf", "b": "nan"}}
+    (text,) = [
+        text
+        for text in record_steps(tmp_path / "run.jsonl", [bad], names=names)
+        if "look between" in text
+    ]
+    assert "At step 1 the backward pass had c finite, and b no longer" in text
+
+
+def test_a_run_of_zeros_is_told_to_scale(tmp_path):
+    path = tmp_path / "run.jsonl"
+    zeros = {"w": np.zeros(8, np.float16)}
+    with Recorder(path, writers=(), policy={"kind": "fixed", "scale": 1.0}) as recorder:
+        recorder.record(scale=1.0, applied=True, amax=0.0)
+        recorder.record_statistics(measure_tensors(zeros), scale=1.0)
+    (text,) = summary_of(path)["advice"]
+    assert text.startswith("100.0 % of the stored gradients were zero")
+    assert "nothing was learned" in text
+
+
+def test_a_loss_that_ends_as_nan_is_shown_as_such(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with Recorder(path, writers=()) as recorder:
+        for loss in (*([1.0] * 20), *([math.nan] * 20)):
+            recorder.record(scale=8.0, applied=True, loss=loss)
+    assert "<dt>Loss at the end</dt><dd>NaN" in build_report([path])
+    assert summary_of(path)["last_loss"] is None
+
+
+def test_a_tensor_without_a_finite_number_is_beyond_the_range(tmp_path):
+    path = tmp_path / "run.jsonl"
+    gradients = {"a": np.full(4, np.nan, np.float16), "b": np.ones(4, np.float16)}
+    with Recorder(path, writers=()) as recorder:
+        recorder.record(scale=1.0, applied=False)
+        recorder.record_statistics(measure_tensors(gradients), scale=1.0)
+    heat_map = make_heat_map(read_run(path))
+    assert [BROKEN, pytest.approx(math.log2(65504.0))] == heat_map.headroom[
+        :, 0
+    ].tolist()
+    assert np.isnan(heat_map.lost[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "\u2013"),
+        (math.nan, "NaN"),
+        (math.inf, "inf"),
+        (0.5, "0.5"),
+        (65536.0, "65,536"),
+        (2.0**40, "2\u2074\u2070"),
+        (2.0**-126, "2\u207b\xb9\xb2\u2076"),
+        (1234567.5, "1.235e+06"),
+    ],
+)
+def test_numbers_are_written_for_a_reader(value, text):
+    assert text == number(value)
 
 
 HOSTILE = [

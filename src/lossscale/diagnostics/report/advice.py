@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lossscale.diagnostics.report.wording import percent
+from lossscale.diagnostics.report.wording import number, percent
 
 if TYPE_CHECKING:
     from lossscale.diagnostics.report.summary import Summary
@@ -28,34 +28,47 @@ def give_advice(run: "Summary") -> Iterator[str]:
 
 
 def _about_alarms(run: "Summary") -> Iterator[str]:
-    kinds = {alarm.kind for alarm in run.alarms}
+    kinds = list(dict.fromkeys(alarm.kind for alarm in run.alarms))
     good = [a.last_good_step for a in run.alarms if a.last_good_step is not None]
-    if kinds and good:
+    if good:
         yield (
             f"Keep a checkpoint of step {min(good):,} or earlier: its weights are the "
             "last that are known to be good."
         )
-    if "nan" in kinds:
-        yield (
-            "NaN without an infinity does not come from the scale. Look for it in the "
-            "forward pass: a division by zero, a logarithm or square root of a number "
-            "that is not positive, an attention row that is masked completely."
-        )
-    if "floor" in kinds:
-        yield (
-            "The scale cannot go lower, and steps still overflow. Clip the gradients, "
-            "lower the learning rate, or keep the layers named below in float32 or "
-            "bfloat16."
-        )
-    if kinds & {"back-offs", "norm", "headroom"}:
-        yield (
-            "The gradients were growing. Lower the learning rate or lengthen its "
-            "warm-up, and clip by the norm; a lower scale only delays the overflow."
-        )
+    # What came first led to the rest.
+    yield from dict.fromkeys(
+        _NAN_LATER if kind == "nan" and index else _ADVICE[kind]
+        for index, kind in enumerate(kinds)
+    )
+
+
+_GROWING = (
+    "The gradients were growing. Lower the learning rate or lengthen its warm-up, and "
+    "clip by the norm; a lower scale only delays the overflow."
+)
+_ADVICE = {
+    "back-offs": _GROWING,
+    "headroom": _GROWING,
+    "norm": _GROWING,
+    "floor": (
+        "The scale cannot go lower, and steps still overflow. Clip the gradients, "
+        "lower the learning rate, or keep the layers named below in float32 or "
+        "bfloat16."
+    ),
+    "nan": (
+        "NaN without an infinity does not come from the scale. Look for it in the "
+        "forward pass: a division by zero, a logarithm or square root of a number that "
+        "is not positive, an attention row that is masked completely."
+    ),
+}
+_NAN_LATER = (
+    "NaN came after the first alarm: by then the weights were broken, and no scale "
+    "could help."
+)
 
 
 def _about_skips(run: "Summary") -> Iterator[str]:
-    if run.causes.get("loss"):
+    if run.causes.get("loss") and "nan" not in {alarm.kind for alarm in run.alarms}:
         yield (
             f"{_steps(run.causes['loss'])} had a loss that was not finite before it "
             "was scaled, so the scale is not the cause: check the batch and the "
@@ -79,11 +92,11 @@ def _about_skips(run: "Summary") -> Iterator[str]:
 def _about_tensors(run: "Summary") -> Iterator[str]:
     worst = run.tensors[0]
     text = f"{worst.name} was not finite most often, in {_steps(worst.inf + worst.nan)}"
-    if run.nearest_finite is not None:
+    if run.bracket is not None:
+        step, broken, finite = run.bracket
         text += (
-            f". When gradients first broke, {run.nearest_finite} was the nearest "
-            "tensor that stayed finite: the fault lies between it and the layer "
-            "before it"
+            f". At step {step:,} the backward pass had {finite} finite, and {broken} "
+            "no longer: look between these two"
         )
     yield f"{text}."
 
@@ -114,10 +127,12 @@ def _about_scale(run: "Summary") -> Iterator[str]:
             f"The largest gradient left {low:.1f} bits of headroom throughout: a scale "
             f"2^{int(low or 0) - 1} times higher would lose less to underflow."
         )
-    if run.last_scale is not None and run.last_scale < 1.0 and not fixed:
+    infinite = run.causes.get("inf", 0) > run.skipped / 2
+    if infinite and run.last_scale is not None and run.last_scale < 1.0 and not fixed:
         yield (
-            f"The scale ended at {run.last_scale:g}. Below 1 it no longer protects "
-            "small gradients: those of this run are too large for their format."
+            f"The scale ended at {number(run.last_scale)}. Below 1 it no longer "
+            "protects small gradients: those of this run are too large for their "
+            "format."
         )
 
 

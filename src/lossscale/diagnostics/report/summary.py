@@ -5,12 +5,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from lossscale.diagnostics.alarms import KINDS, Alarm, scan
 from lossscale.diagnostics.records.reader import RunFile
 from lossscale.diagnostics.records.rollup import Block, Overflows, add_overflows
-from lossscale.diagnostics.records.steps import CAUSES
+from lossscale.diagnostics.records.steps import CAUSES, StepRecord
 from lossscale.diagnostics.report.advice import give_advice
 
 REPORT_FORMAT = "lossscale-report/1"
@@ -21,6 +21,16 @@ _ENDS = 20
 
 _MOST_SCANNED = 200_000
 """How many steps are searched for alarms, where the run has none written in it."""
+
+
+class Bracket(NamedTuple):
+    """The two tensors between which a gradient broke."""
+
+    step: int
+    broken: str
+    """The first that was not finite in the backward pass."""
+    nearest_finite: str
+    """The one that was computed before it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class Summary:
     first_loss: float | None
     """The mean loss of the first steps."""
     last_loss: float | None
-    """The mean loss of the last steps."""
+    """The mean loss of the last steps; NaN if none of them was finite."""
     largest_norm: float | None
     lowest_headroom: float | None
     """In bits; negative if finite gradients were beyond the format's largest number."""
@@ -62,8 +72,8 @@ class Summary:
     alarms: tuple[Alarm, ...]
     tensors: tuple[Overflows, ...]
     """The tensors that were not finite, the most frequent first."""
-    nearest_finite: str | None
-    """Next to the first tensors that broke, towards the loss."""
+    bracket: Bracket | None
+    """Where gradients broke, before the first alarm or else for the first time."""
     dtype: str
     device: str
     policy: dict[str, Any]
@@ -79,6 +89,7 @@ class Summary:
     def as_json(self) -> dict[str, Any]:
         """Return the summary as strict JSON holds it."""
         values = asdict(self)
+        values["bracket"] = None if self.bracket is None else self.bracket._asdict()
         values["alarms"] = [alarm._asdict() for alarm in self.alarms]
         values["tensors"] = [tensor._asdict() for tensor in self.tensors]
         return {key: _finite_or_none(value) for key, value in values.items()}
@@ -123,7 +134,7 @@ def summarize_run(run: RunFile) -> Summary:
         "unreadable_lines": run.malformed.lines,
         "alarms": alarms,
         "tensors": _sum_overflows(blocks),
-        "nearest_finite": _first_nearest_finite(run),
+        "bracket": _find_bracket(run, alarms),
         "dtype": run.dtype,
         "device": str(run.header.get("device") or "unknown"),
         "policy": _mapping(run.header.get("policy")),
@@ -201,17 +212,35 @@ def _mean_loss(run: RunFile, *, start: bool) -> float | None:
     assert last is not None  # noqa: S101  # for mypy
     bounds = (first, first + _ENDS - 1) if start else (last - _ENDS + 1, last)
     losses = [record.loss for record in run.records(*bounds)]
-    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    return fmean(known) if known else None
+    known = [loss for loss in losses if loss is not None]
+    finite = [loss for loss in known if math.isfinite(loss)]
+    if known and not finite:
+        return math.nan
+    return fmean(finite) if finite else None
 
 
-def _first_nearest_finite(run: RunFile) -> str | None:
-    """Return the tensor next to the first ones that broke."""
+def _find_bracket(run: RunFile, alarms: Sequence[Alarm]) -> Bracket | None:
+    """Return where gradients broke: what led to the first alarm, or the first time."""
+    if alarms and alarms[0].last_good_step is not None:
+        span = run.records(alarms[0].last_good_step, alarms[0].step)
+        found = next(filter(None, map(_bracket_of, span)), None)
+        if found is not None:
+            return found
     for block in run.blocks:
-        if block.tensors:
-            first = min(tensor.first for tensor in block.tensors)
-            return next(run.records(first, first)).nearest_finite
+        for tensor in block.tensors:
+            found = next(
+                map(_bracket_of, run.records(tensor.first, tensor.first)), None
+            )
+            if found is not None:
+                return found
     return None
+
+
+def _bracket_of(record: StepRecord) -> Bracket | None:
+    if record.nearest_finite is None or not record.nonfinite:
+        return None
+    # They are in the model's order, which the backward pass goes through in reverse.
+    return Bracket(record.step, record.nonfinite[-1][0], record.nearest_finite)
 
 
 def _last_lost_share(run: RunFile) -> float | None:

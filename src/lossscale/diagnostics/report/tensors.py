@@ -62,8 +62,11 @@ def make_heat_map(run: RunFile) -> HeatMap | None:
     largest = np.log2([FORMATS[dtype_of(run, i)].largest for i in range(len(amax))])
     with np.errstate(divide="ignore"):
         headroom = largest[:, None] - np.log2(amax)
-    # A tensor of zeros alone is as far from an overflow as can be shown.
-    headroom = np.minimum(headroom, _FARTHEST)
+    # A tensor of zeros alone is as far from an overflow as can be shown; one that has
+    # no finite number has no largest either, and is beyond the range.
+    broken = (amax == 0) & (lost == 0)
+    headroom = np.where(broken, BROKEN, np.minimum(headroom, _FARTHEST))
+    lost = np.where(broken, np.nan, lost)
     shown = _most_telling(headroom, lost)
     return HeatMap(
         names=[run.names[index] for index in shown],
@@ -76,6 +79,9 @@ def make_heat_map(run: RunFile) -> HeatMap | None:
 
 
 _FARTHEST = 300.0
+
+BROKEN = -1.0
+"""The headroom that stands for a tensor without a finite number."""
 
 
 def dtype_of(run: RunFile, index: int) -> str:
@@ -256,6 +262,8 @@ def encode_histograms(histograms: Histograms) -> dict[str, Any]:
         "names": histograms.names,
         "first": histograms.first_exponent,
         "bins": int(histograms.counts.shape[2]),
+        # The last step at which there is something to see.
+        "chosen": int(np.flatnonzero(histograms.counts.any(axis=(1, 2)))[-1:].sum()),
         "data": encode_arrays(
             [
                 histograms.counts.ravel(),

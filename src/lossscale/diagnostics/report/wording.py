@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers as a person reads them."""
 
-from math import frexp, isfinite
+from math import frexp, isfinite, isnan
 
 NOTHING = "\u2013"
 """Shown where there is no number: a dash."""
 
 _LONG = 1e8
+_SUPERSCRIPTS = str.maketrans(
+    "-0123456789", "\u207b\u2070\xb9\xb2\xb3\u2074\u2075\u2076\u2077\u2078\u2079"
+)
 _SMALL = 1e-3
 _HALF = 0.5
 
@@ -21,12 +24,14 @@ def number(value: float | None) -> str:
     if value is None:
         return NOTHING
     if not isfinite(value):
-        return str(value)
+        return "NaN" if isnan(value) else f"{value:f}"
     if float(value).is_integer() and abs(value) < _LONG:
         return f"{int(value):,}"
     mantissa, exponent = frexp(value)
     long = abs(value) >= _LONG or abs(value) < _SMALL
-    return f"2^{exponent - 1}" if long and mantissa == _HALF else f"{value:.4g}"
+    if long and mantissa == _HALF:
+        return f"2{str(exponent - 1).translate(_SUPERSCRIPTS)}"
+    return f"{value:.4g}"
 
 
 def percent(share: float) -> str:

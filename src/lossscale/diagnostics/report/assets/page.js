@@ -60,6 +60,8 @@
     return `${(100 * share).toFixed(share < 0.01 ? 2 : 1)} %`;
   }
 
+  // Short enough for an axis.
+  const tick = (value) => (Math.abs(value) >= 1e5 ? value.toExponential().replace("e+", "e") : number(value));
   const bits = (value) => (value === null || Number.isNaN(value) ? "–" : `${value.toFixed(1)} bits`);
   const between = (low, high, show) => (low === high || high === null ? show(low) : `${show(low)} to ${show(high)}`);
 
@@ -207,8 +209,8 @@
       increments: [1, 2, 4, 8, 16, 32, 64],
       show: scaleText,
     },
-    loss: { series: "loss", log: "auto", height: 220, tick: number, show: number },
-    norm: { series: "norm", log: "auto", height: 180, tick: number, show: number, second: "clip" },
+    loss: { series: "loss", log: "auto", height: 220, tick, show: number },
+    norm: { series: "norm", log: "auto", height: 180, tick, show: number, second: "clip" },
     headroom: { series: "headroom", height: 180, tick: (v) => `${v}`, show: bits, edge: 0 },
   };
 
@@ -518,7 +520,7 @@
 
   const MAPS = {
     // The share of the colour: 1 where a tensor is at its end of the range.
-    headroom: { heat: (value) => 1 - Math.min(1, Math.max(0, value / 16)), show: (v) => `${v.toFixed(1)} bits`, over: (v) => v <= 0 },
+    headroom: { heat: (value) => 1 - Math.min(1, Math.max(0, value / 16)), show: (v) => (v < 0 ? "not finite" : `${v.toFixed(1)} bits`), over: (v) => v <= 0 },
     lost: { heat: (value) => Math.sqrt(Math.min(1, Math.max(0, value / 100))), show: (v) => percent(v / 100), over: (v) => v >= 99.995 },
   };
 
@@ -697,7 +699,7 @@
         }));
       };
       options(this.tensor, found.names, 0);
-      options(this.sample, found.steps.map((step) => `step ${whole(step)}`), found.steps.length - 1);
+      options(this.sample, found.steps.map((step) => `step ${whole(step)}`), found.chosen);
       this.run = run;
       this.draw();
     }
