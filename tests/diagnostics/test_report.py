@@ -311,6 +311,14 @@ def test_numbers_are_written_for_a_reader(value, text):
     assert text == number(value)
 
 
+def test_a_healthy_run_is_left_alone(tmp_path):
+    path = tmp_path / "run.jsonl"
+    steps = [{"scale": 8.0, "applied": True, "amax": 1.0}] * 50
+    steps += [{"scale": 16.0, "applied": False, "nonfinite": {"a": "inf"}}]
+    (text,) = record_steps(path, steps)
+    assert text.startswith("Nothing to change: 1 step was skipped while the scale grew")
+
+
 HOSTILE = [
     "</script><script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',

@@ -20,11 +20,20 @@ def give_advice(run: "Summary") -> Iterator[str]:
     if not run.steps:
         yield "No step was recorded. Check that the recorder is called after each step."
         return
-    yield from _about_alarms(run)
-    yield from _about_skips(run)
-    yield from _about_underflow(run)
-    yield from _about_scale(run)
+    parts = (_about_alarms, _about_skips, _about_underflow, _about_scale)
+    advice = [text for part in parts for text in part(run)]
+    yield from advice or [_nothing_to_change(run)]
     yield from _about_record(run)
+
+
+def _nothing_to_change(run: "Summary") -> str:
+    if not run.skipped:
+        return "Nothing to change: no step was skipped."
+    were = "was" if run.skipped == 1 else "were"
+    return (
+        f"Nothing to change: {_steps(run.skipped)} {were} skipped while the scale grew "
+        f"{run.growths:,} times, which is how a dynamic scale finds its limit."
+    )
 
 
 def _about_alarms(run: "Summary") -> Iterator[str]:
@@ -85,7 +94,7 @@ def _about_skips(run: "Summary") -> Iterator[str]:
             f"{overflows / run.steps:.1%} of the steps overflowed. Each of them costs "
             "a batch: start from a lower scale, or lengthen the growth interval."
         )
-    if run.tensors:
+    if run.tensors and (run.alarms or run.skipped_share > _MANY):
         yield from _about_tensors(run)
 
 
@@ -125,7 +134,8 @@ def _about_scale(run: "Summary") -> Iterator[str]:
     if not run.skipped and fixed and unused:
         yield (
             f"The largest gradient left {low:.1f} bits of headroom throughout: a scale "
-            f"2^{int(low or 0) - 1} times higher would lose less to underflow."
+            f"{number(2.0 ** (int(low or 0) - 1))} times higher would lose less to "
+            "underflow."
         )
     infinite = run.causes.get("inf", 0) > run.skipped / 2
     if infinite and run.last_scale is not None and run.last_scale < 1.0 and not fixed:
