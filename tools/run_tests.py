@@ -46,7 +46,7 @@ SUITES = {
     "core": Suite(("tests/core",), {}),
     "tensorflow": tensorflow(
         *("conformance", "modes", "gradients", "headroom", "checkpoints", "optimizer"),
-        *("results", "tensorflow_1", "example"),
+        *("results", "tensorflow_1", "example", "recording"),
     ),
     "tensorflow-traces": tensorflow("traces"),
     "keras-tensorflow": keras("tensorflow"),

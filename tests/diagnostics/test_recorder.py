@@ -140,9 +140,8 @@ REPORT = {
 @pytest.mark.parametrize(
     "named",
     [
-        {"cause": "nan", "nonfinite": (("w", "nan"),)},
-        {"cause": "nan", "nonfinite": {"w": "nan"}},
-        {"reason": "nan", "broken": (("w", "nan"),)},
+        {"reason": "nan", "nonfinite": (("w", "nan"),)},
+        {"reason": "nan", "nonfinite": {"w": "nan"}},
     ],
 )
 def test_a_step_report_is_read_by_its_attributes(named):
@@ -160,7 +159,7 @@ def test_a_step_report_is_read_by_its_attributes(named):
 
 
 def report(index, **values):
-    named = {"cause": "inf", "nonfinite": ()} | REPORT | {"index": index, **values}
+    named = {"reason": "inf", "nonfinite": ()} | REPORT | {"index": index, **values}
     return SimpleNamespace(**named)
 
 

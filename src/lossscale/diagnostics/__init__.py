@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lossscale.diagnostics.alarms import Alarm, AlarmRules
+from lossscale.diagnostics.loggers.jax import record_in_jit
 from lossscale.diagnostics.records.parquet import export_parquet
 from lossscale.diagnostics.records.reader import RecordWarning, RunFile, read_run
 from lossscale.diagnostics.records.recorder import Recorder
@@ -42,6 +43,7 @@ __all__ = [
     "measure_tensors",
     "read_recording",
     "read_run",
+    "record_in_jit",
     "simulate",
 ]
 

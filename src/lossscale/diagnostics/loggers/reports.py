@@ -33,7 +33,7 @@ class ReportFollower:
         if is_new and index is not None:
             self._seen = index
             self._waiting.append(last)
-        while self._waiting and _is_ready(self._waiting[0]):
+        while self._waiting and self._waiting[0].is_ready():
             self._deliver(self._waiting.popleft())
         return index if is_new else None
 
@@ -41,9 +41,3 @@ class ReportFollower:
         """Hand on what is left; waits for the device."""
         while self._waiting:
             self._deliver(self._waiting.popleft())
-
-
-def _is_ready(report: Any) -> bool:
-    # Until every adapter has the new name; then `report.is_ready()` alone.
-    ready = getattr(report, "is_ready", None) or getattr(report, "arrived", None)
-    return ready is None or bool(ready())

@@ -63,7 +63,7 @@ def read_report(report: Any) -> StepRecord:
     there; every other attribute is one of `lossscale.torch.StepReport`.
     """
     applied = bool(report.applied)
-    nonfinite = () if applied else _either(report, "nonfinite", "broken")
+    nonfinite = () if applied else report.nonfinite
     pairs = nonfinite.items() if isinstance(nonfinite, Mapping) else nonfinite
     return StepRecord(
         step=int(report.index),
@@ -74,15 +74,9 @@ def read_report(report: Any) -> StepRecord:
         amax=_optional(report.amax),
         loss=_optional(getattr(report, "loss", None)),
         lr=_optional(getattr(report, "lr", None)),
-        cause=None if applied else _either(report, "cause", "reason"),
+        cause=None if applied else str(report.reason),
         nonfinite=tuple((str(name), str(cause)) for name, cause in pairs),
     )
-
-
-def _either(report: Any, name: str, former: str) -> Any:
-    """Return an attribute that was renamed."""
-    # Until every adapter has the new names; then `report.<name>` alone.
-    return getattr(report, name) if hasattr(report, name) else getattr(report, former)
 
 
 def _optional(value: Any) -> float | None:
