@@ -27,6 +27,7 @@ MODULES = (
     "lossscale.tensorflow",
     "lossscale.keras",
     "lossscale.diagnostics",
+    "lossscale.diagnostics.loggers",
 )
 
 # Public names of modules that have no __all__.

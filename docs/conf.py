@@ -15,10 +15,13 @@ from sphinx.ext.autodoc.mock import mock
 # torch's adapter is imported with torch. The others are imported with stand-ins:
 # TensorFlow and Triton, which torch imports, cannot be in one process. A stand-in is
 # enough for everything but base classes, decorators, and a version that is compared.
-with mock(["tensorflow", "keras", "jax", "optax"]):
+_STAND_INS = ["tensorflow", "keras", "jax", "optax", "lightning", "transformers"]
+with mock(_STAND_INS):
     import keras
+    import lightning.pytorch
     import optax
     import tensorflow as tf
+    import transformers
 
     tf.Module = type("Module", (), {})
     optimizers = SimpleNamespace(Optimizer=type("Optimizer", (), {}))
@@ -31,7 +34,13 @@ with mock(["tensorflow", "keras", "jax", "optax"]):
     keras.saving = SimpleNamespace(
         register_keras_serializable=lambda **_: lambda decorated: decorated
     )
+    lightning.pytorch.Callback = type("Callback", (), {})
+    transformers.TrainerCallback = type("TrainerCallback", (), {})
+    import lossscale.diagnostics.loggers.lightning
+    import lossscale.diagnostics.loggers.transformers
+
     optax.MultiSteps = type("MultiSteps", (), {"__module__": "optax"})
+    import lossscale.diagnostics.loggers.keras
     import lossscale.jax.drop_ins
     import lossscale.keras
     import lossscale.optax
@@ -85,13 +94,20 @@ nitpick_ignore_regex = [
     (r"py:class", r"ProcessGroup|DeviceMesh|GroupLike"),
     # What an optimizer must have; described in the text of LossScaleOptimizer.
     (r"py:class", r"(lossscale\.core\.classic\.optimizer\.)?Optimizer"),
+    # Parts of a run's file, and writers of steps, under the names of their own modules.
+    (r"py:class", r"lossscale\.diagnostics\.records\..*"),
+    (r"py:class", r"lossscale\.diagnostics\.loggers\.base\..*"),
     # The standard library and NumPy: no inventory is downloaded.
-    (r"py:class", r"(collections\.abc\.)?(Callable|Iterable|Mapping|Sequence)"),
+    (
+        r"py:class",
+        r"(collections\.abc\.)?(Callable|Iterable|Iterator|Mapping|Sequence)",
+    ),
     (r"py:class", r"(os\.)?PathLike|(pathlib\.)?Path"),
     (r"py:class", r"(numpy\.|np\.|npt\.|numpy\.typing\.).*"),
     (r"py:class", r"ndarray|dtype|bool_|bool|int64|float32|ArrayLike|NDArray"),
     (r"py:class", r"Flags|Steps|Scales|optional|abc\..*"),
     (r"py:class", r"(torch|optax)\..*"),
+    (r"py:class", r"Callback|TrainerCallback|(logging\.)?Logger"),
     # Bases of the abstract classes.
     (r"py:class", r"ABCMeta|Protocol|typing\..*"),
 ]

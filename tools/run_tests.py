@@ -46,7 +46,7 @@ SUITES = {
     "core": Suite(("tests/core",), {}),
     "tensorflow": tensorflow(
         *("conformance", "modes", "gradients", "headroom", "checkpoints", "optimizer"),
-        *("results", "tensorflow_1", "example"),
+        *("results", "tensorflow_1", "example", "recording"),
     ),
     "tensorflow-traces": tensorflow("traces"),
     "keras-tensorflow": keras("tensorflow"),
@@ -65,10 +65,14 @@ SUITES = {
             "tests/packaging",
             "tests/demo",
             "tests/diagnostics",
+            # Skipped where the tracker is missing.
+            "tests/loggers",
             "tests/adapters/test_numpy.py",
         ),
         {},
     ),
+    # Skipped where Playwright or chromium is missing.
+    "browser": Suite(("tests/browser",), {}),
     # Every code block of the README and the pages, every example in a docstring.
     "documents": Suite(("README.md", "PACKAGE.md", "docs", "src"), {}),
     "jax": Suite(("tests/adapters/jax",), {}),

@@ -2,6 +2,7 @@
 """How commands speak: tables and JSON on stdout, progress on stderr."""
 
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import frexp
@@ -77,6 +78,16 @@ def print_notes(notes: Sequence[str]) -> None:
 def warn(note: str) -> None:
     """Print a remark on stderr."""
     click.echo(f"note: {note}", err=True)
+
+
+@contextmanager
+def kept_warnings() -> Iterator[None]:
+    """Print warnings as remarks on stderr, at the end."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        warn(str(warning.message))
 
 
 def _console() -> Console:
