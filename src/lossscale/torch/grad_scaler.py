@@ -764,7 +764,10 @@ class GradScaler(torch.amp.GradScaler):
         """Step an optimizer that unscales and skips by itself; nothing waits."""
         optimizer = step.optimizer
         device = self._tensors()[0].device
-        found_inf = any_flag(list(step.found_inf.values()), device)
+        flags = list(step.found_inf.values())
+        found_inf = flags[0]
+        if len(flags) > 1 or found_inf.device != device or found_inf.dim():
+            found_inf = any_flag(flags, device)
         grad_scale = step.grad_scale
         if grad_scale is None and step.stage is OptState.READY:
             grad_scale = self._scale
