@@ -12,14 +12,13 @@ from types import SimpleNamespace
 
 from sphinx.ext.autodoc.mock import mock
 
-# torch's adapter is imported with torch. The others are imported with stand-ins:
-# TensorFlow and Triton, which torch imports, cannot be in one process. A stand-in is
-# enough for everything but base classes, decorators, and a version that is compared.
-_STAND_INS = ["tensorflow", "keras", "jax", "optax", "lightning", "transformers"]
-with mock(_STAND_INS):
+# The adapters for torch, JAX and optax are imported with their frameworks. The others
+# are mocked: TensorFlow cannot be in one process with Triton, which torch imports. A
+# mock is enough for everything but base classes, decorators, and a version that is
+# compared.
+with mock(["tensorflow", "keras", "lightning", "transformers"]):
     import keras
     import lightning.pytorch
-    import optax
     import tensorflow as tf
     import transformers
 
@@ -36,16 +35,16 @@ with mock(_STAND_INS):
     )
     lightning.pytorch.Callback = type("Callback", (), {})
     transformers.TrainerCallback = type("TrainerCallback", (), {})
+    import lossscale.diagnostics.loggers.keras
     import lossscale.diagnostics.loggers.lightning
     import lossscale.diagnostics.loggers.transformers
-
-    optax.MultiSteps = type("MultiSteps", (), {"__module__": "optax"})
-    import lossscale.diagnostics.loggers.keras
-    import lossscale.jax.drop_ins
     import lossscale.keras
-    import lossscale.optax
     import lossscale.tensorflow
-    import lossscale.torch.classic  # noqa: F401
+
+import lossscale.jax.compat.flax
+import lossscale.jax.compat.jmp
+import lossscale.optax
+import lossscale.torch.classic  # noqa: F401
 
 project = "lossscale"
 author = "The lossscale developers"
@@ -90,6 +89,8 @@ nitpick_ignore_regex = [
     (r"py:(class|obj)", r"(lossscale\.core\.classic\.loss_scales\.)?Self"),
     # A type variable: a tensor, or an iterable of tensors.
     (r"py:(class|obj)", r"(lossscale\.torch\.grad_scaler\.)?Outputs"),
+    # Type variables: a train state, an optimizer state.
+    (r"py:(class|obj)", r"lossscale\.(jax\.functional|optax\.state)\.State"),
     # torch's process groups and meshes, and what is like them.
     (r"py:class", r"ProcessGroup|DeviceMesh|GroupLike"),
     # What an optimizer must have; described in the text of LossScaleOptimizer.
@@ -100,13 +101,13 @@ nitpick_ignore_regex = [
     # The standard library and NumPy: no inventory is downloaded.
     (
         r"py:class",
-        r"(collections\.abc\.)?(Callable|Iterable|Iterator|Mapping|Sequence)",
+        r"(collections\.abc\.)?(Callable|Hashable|Iterable|Iterator|Mapping|Sequence)",
     ),
     (r"py:class", r"(os\.)?PathLike|(pathlib\.)?Path"),
     (r"py:class", r"(numpy\.|np\.|npt\.|numpy\.typing\.).*"),
     (r"py:class", r"ndarray|dtype|bool_|bool|int64|float32|ArrayLike|NDArray"),
     (r"py:class", r"Flags|Steps|Scales|optional|abc\..*"),
-    (r"py:class", r"(torch|optax)\..*"),
+    (r"py:class", r"(torch|optax|jax|jaxlib)\..*|ArrayTree"),
     (r"py:class", r"Callback|TrainerCallback|(logging\.)?Logger"),
     # Bases of the abstract classes.
     (r"py:class", r"ABCMeta|Protocol|typing\..*"),

@@ -1,4 +1,4 @@
-"""Faults in a loop of JAX and optax, and what must hold after every step of it."""
+"""Faults in a training loop of JAX and optax, and the invariants after every step."""
 
 import io
 import math
@@ -20,7 +20,7 @@ from helpers.faults import (
     value,
 )
 
-from faults.jax_ways import CONFIGURATIONS, SHAPES, make
+from faults.jax_steps import CONFIGURATIONS, SHAPES, make
 
 __all__ = ["CONFIGURATIONS", "run"]
 
@@ -38,25 +38,25 @@ class Loop:
             name: jnp.asarray(rng.normal(size=shape), jnp.float32)
             for name, shape in SHAPES.items()
         }
-        self.way = make(configuration, own=own)
-        self._step = jax.jit(self.way.step)
+        self.method = make(configuration, own=own)
+        self._step = jax.jit(self.method.step)
         self._summarize = jax.jit(self._summary)
-        self.params, self.state = self._first, self.way.init(self._first)
+        self.params, self.state = self._first, self.method.init(self._first)
         self.applied = self.skipped = 0
 
     def resume(self) -> None:
-        """Save everything, and go on with a new state that has loaded it."""
+        """Save everything, and continue from a new state that has loaded it."""
         file = io.BytesIO()
         saved = self.params, self.state
         np.savez(file, *[np.asarray(leaf) for leaf in jax.tree.leaves(saved)])
         file.seek(0)
-        fresh = self._first, self.way.init(self._first)
+        fresh = self._first, self.method.init(self._first)
         leaves = [jnp.asarray(array) for array in np.load(file).values()]
         self.params, state = jax.tree.unflatten(jax.tree.structure(fresh), leaves)
-        self.state = self.way.reload(state)
+        self.state = self.method.reload(state)
 
     def take(self, step) -> None:
-        """Take one step; raise if it has broken anything."""
+        """Run one step; raise if it violates an invariant."""
         if step.resumes:
             self.resume()
         before = self.params, self.state
@@ -65,13 +65,13 @@ class Loop:
             self._iterate(step)
             complete = True
         except InjectedError:
-            pass  # the step may have been taken, or not, or half of it
-        # One read of the device; names are looked for when something is wrong.
+            pass  # the step may have been applied, or not, or in part
+        # One read from the device; names are looked up if a check fails.
         summary = self._summarize(before, (self.params, self.state))
         finite, unchanged, applied, scale = np.asarray(summary).tolist()
         if not finite:
             check_finite(step.number, self._arrays(self.params, self.state))
-        check_scale(step.number, scale, *self.way.bounds)
+        check_scale(step.number, scale, *self.method.bounds)
         if not complete:
             return
         self.applied += applied == 1
@@ -83,30 +83,30 @@ class Loop:
     def _summary(self, before, after):
         """Return four numbers: all finite, nothing changed, applied, and the scale."""
         old, new = (
-            jax.tree.leaves((params, self.way.optimizer_state(state)))
+            jax.tree.leaves((params, self.method.read_optimizer_state(state)))
             for params, state in (before, after)
         )
         finite = [jnp.isfinite(leaf).all() for leaf in new]
         unchanged = [
-            (_bits(one) == _bits(other)).all()
-            for one, other in zip(old, new, strict=True)
+            (_get_bits(old_leaf) == _get_bits(new_leaf)).all()
+            for old_leaf, new_leaf in zip(old, new, strict=True)
         ]
         numbers = (
             jnp.stack(finite).all(),
             jnp.stack(unchanged).all(),
-            self.way.applied(after[1]),
-            self.way.scale(after[1]),
+            self.method.read_applied(after[1]),
+            self.method.read_scale(after[1]),
         )
         return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
 
     def _iterate(self, step) -> None:
-        """Take the calls of a step; an exception is raised in between if planned."""
+        """Run the calls of a step; raise an exception in between if planned."""
         batch = self._slopes, *self._faults(step.faults)
         if step.raises_at == "before":
             raise InjectedError
         if step.raises_at == "inside":
-            with _raising():  # a new function, so that it is traced again
-                jax.jit(partial(self.way.step))(self.params, self.state, *batch)
+            with _fail_on_apply():  # a new function, so that it is traced again
+                jax.jit(partial(self.method.step))(self.params, self.state, *batch)
         params, state = self._step(self.params, self.state, *batch)
         if step.raises_at == "after":
             raise InjectedError
@@ -126,19 +126,19 @@ class Loop:
             if fault.kind == "missing":
                 masks[name][:], values[name][:] = True, 0.0
                 continue
-            place = int(fault.element * values[name].size)
-            masks[name].flat[place] = True
-            values[name].flat[place] = value(fault.kind, dtype)
+            index = int(fault.element * values[name].size)
+            masks[name].flat[index] = True
+            values[name].flat[index] = value(fault.kind, dtype)
         return masks, values
 
     def _arrays(self, params, state) -> dict[str, np.ndarray]:
         """Return weights and optimizer state by name."""
-        found = {"weights": params, "state": self.way.optimizer_state(state)}
-        leaves, _ = jax.tree_util.tree_flatten_with_path(found)
+        tree = {"weights": params, "state": self.method.read_optimizer_state(state)}
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
         return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def _bits(leaf):
+def _get_bits(leaf):
     """Return an array as integers: -0.0 is not 0.0."""
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return leaf
@@ -146,8 +146,8 @@ def _bits(leaf):
 
 
 @contextmanager
-def _raising():
-    """Make the addition of updates raise: the last thing inside a step."""
+def _fail_on_apply():
+    """Make `optax.apply_updates` raise, which a step calls last."""
     apply = optax.apply_updates
 
     def fail(*_):
@@ -161,20 +161,26 @@ def _raising():
 
 
 def run(configuration, *, own, steps, seed, device="cpu") -> Outcome:
-    """Run a plan of faults; stop at the first thing that must not happen."""
+    """Run a plan of faults; stop at the first violated invariant."""
     with jax.default_device(jax.devices(device)[0]):
         loop = Loop(configuration, own=own)
-        broken, taken = "", 0
+        broken, completed = "", 0
         for step in plan(steps, seed, CALLS):
             try:
                 loop.take(step)
             except BrokenError as error:
                 broken = str(error)
                 break
-            taken += 1
-        scale = float(loop.way.scale(loop.state))
+            completed += 1
+        scale = float(loop.method.read_scale(loop.state))
     if not math.isfinite(scale):
         broken = broken or f"the scale is {scale}"
     return Outcome(
-        configuration, loop.way.name, taken, loop.applied, loop.skipped, scale, broken
+        configuration,
+        loop.method.name,
+        completed,
+        loop.applied,
+        loop.skipped,
+        scale,
+        broken,
     )

@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A warning when nothing but skipped steps come in, for training loops on the host.
+"""A warning after many skipped steps in a row, for training loops on the host.
 
-The compiled step knows nothing of it, and the loop does not wait for the device: a
-result is read when it is there.
+The compiled step does not contain it, and the loop does not wait for the device: a
+result is read once it is ready.
 """
 
 import warnings
 from collections import deque
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lossscale.core import checks
 from lossscale.core.errors import CollapseError, CollapseWarning, GradientError
-from lossscale.core.state import Signal
+from lossscale.core.state import Array, Signal
 
 
 class _Step(NamedTuple):
-    """What is kept of a step, on the device."""
+    """The values of one step that are pending on the device."""
 
-    finite: Any
-    too_large: Any
-    loss_finite: Any
-    scale: Any
+    finite: Array
+    too_large: Array | None
+    loss_finite: Array | None
+    scale: Array
 
 
 class CollapseAlarm:
-    """Warns, or raises, after so many skipped steps in a row.
+    """Warns, or raises, after a number of skipped steps in a row.
 
     Call it once per step, outside of `jit`, with the signal and the scale. A step is
-    looked at when the device has finished it, so a warning may come a few calls late;
+    counted once the device has finished it, so a warning may come a few calls late;
     `flush` waits for all of them.
 
     Example:
@@ -39,7 +39,7 @@ class CollapseAlarm:
         >>> for _ in range(2):
         ...     alarm(lossscale.Signal(finite=False), scale=8.0)
         >>> alarm.flush()
-        >>> alarm.skipped_in_a_row
+        >>> alarm.consecutive_skips
         2
     """
 
@@ -49,11 +49,12 @@ class CollapseAlarm:
         """Set the limit.
 
         Args:
-            limit: How many skipped steps in a row are too many.
+            limit: The number of skipped steps in a row that triggers the alarm.
             on_collapse: "warn" warns once for each such row, "raise" raises.
 
         Raises:
-            SettingError: If `limit` is not at least 1, or `on_collapse` neither word.
+            SettingError: If `limit` is not at least 1, or `on_collapse` is neither
+                "warn" nor "raise".
         """
         self._limit = checks.count("limit", limit)
         choices = ("warn", "raise")
@@ -61,31 +62,32 @@ class CollapseAlarm:
         self._pending: deque[_Step] = deque()
         self._reasons: dict[str, int] = {}
         self._first_scale = 0.0
-        self.skipped_in_a_row = 0
-        """How many steps in a row were skipped, of those that are known."""
+        self.consecutive_skips = 0
+        """How many steps in a row were skipped, among those that were counted."""
 
-    def __call__(self, signal: Signal, scale: Any) -> None:
-        """Take in a step.
+    def __call__(self, signal: Signal, scale: Array) -> None:
+        """Record a step.
 
         Args:
-            signal: What the step saw. With optax:
+            signal: The signal of the step. With optax:
                 `Signal(opt_state.last_finite, too_large=opt_state.last_too_large)`.
             scale: The scale after it, such as `state.scale`.
 
         Raises:
-            CollapseError: If too many steps in a row were skipped, and it is to raise.
+            CollapseError: If `limit` steps in a row were skipped, with
+                `on_collapse="raise"`.
             GradientError: If `signal` is not a `Signal`.
         """
         if not isinstance(signal, Signal):
             message = f"signal must be a Signal, got {checks.shown(signal)}."
             raise GradientError(message)
         step = _Step(signal.finite, signal.too_large, signal.loss_finite, scale)
-        # Copies: the next step may be allowed to use the memory of the state.
+        # Copies: the next step may reuse the buffers of a donated state.
         self._pending.append(jax.tree.map(jnp.copy, step))
         self._receive(wait=False)
 
     def flush(self) -> None:
-        """Wait for all steps that were taken in, and say what there is to say."""
+        """Wait for all recorded steps, and warn or raise if there is a reason."""
         self._receive(wait=True)
 
     def _receive(self, *, wait: bool) -> None:
@@ -97,36 +99,36 @@ class CollapseAlarm:
 
     def _count(self, step: _Step) -> None:
         if bool(step.finite):
-            self.skipped_in_a_row = 0
+            self.consecutive_skips = 0
             self._reasons = {}
             return
-        if not self.skipped_in_a_row:
+        if not self.consecutive_skips:
             self._first_scale = float(step.scale)
-        self.skipped_in_a_row += 1
-        reason = _reason(step)
+        self.consecutive_skips += 1
+        reason = _get_reason(step)
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
-        if self.skipped_in_a_row != self._limit:
+        if self.consecutive_skips != self._limit:
             return
-        message = self._message(float(step.scale))
+        message = self._format_message(float(step.scale))
         if self._raises:
             raise CollapseError(message)
         warnings.warn(message, CollapseWarning, stacklevel=4)
 
-    def _message(self, scale: float) -> str:
-        """Say what was seen, and what follows from it."""
+    def _format_message(self, scale: float) -> str:
+        """Describe the skipped steps, and what to do about them."""
         counts = ", ".join(f"{n} {reason}" for reason, n in self._reasons.items())
         return (
             f"{self._limit} steps in a row were skipped; nothing is being trained. The "
             f"scale went from {self._first_scale:g} to {scale:g}. Reasons: {counts}. "
-            f"{_advice(set(self._reasons))}"
+            f"{_advise(set(self._reasons))}"
         )
 
 
 _LOSS, _LARGE, _OVERFLOW = "loss not finite", "gradient too large", "overflow"
 
 
-def _reason(step: _Step) -> str:
-    """Return why a step was skipped, as far as the signal says."""
+def _get_reason(step: _Step) -> str:
+    """Return why a step was skipped, according to its signal."""
     if step.loss_finite is not None and not bool(step.loss_finite):
         return _LOSS
     if step.too_large is not None and bool(step.too_large):
@@ -134,20 +136,20 @@ def _reason(step: _Step) -> str:
     return _OVERFLOW
 
 
-def _advice(reasons: set[str]) -> str:
-    """Return what to try, by the reasons of all the steps."""
+def _advise(reasons: set[str]) -> str:
+    """Return what to try, given the reasons of all the steps."""
     if reasons == {_LOSS}:
         return (
-            "The loss itself is infinite or NaN: no scale helps. Check the forward "
-            "pass."
+            "The loss itself is infinite or NaN: a lower scale does not help. Check "
+            "the forward pass."
         )
     if reasons == {_LARGE}:
         return (
-            "The true gradients cannot be squared: no scale helps. Check the loss, and "
-            "lower the learning rate."
+            "The unscaled gradients are too large to be squared: a lower scale does "
+            "not help. Check the loss, and lower the learning rate."
         )
     return (
-        "Find the gradients with lossscale.jax.leaf_flags and bad_leaves, and check "
-        "the backward pass in float32: gradients that are infinite at scale 1 are so "
-        "at every scale."
+        "Find the gradients with lossscale.jax.leaf_flags and nonfinite_leaves, and "
+        "check the backward pass in float32: gradients that are infinite at scale 1 "
+        "are infinite at every scale."
     )

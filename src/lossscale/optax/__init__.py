@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optax adapter: `loss_scaled`, an optimizer for the gradients of a scaled loss.
 
-    transformation   `loss_scaled`
-    states           its state, and how to read the scale out of a nest of states
-    accumulation     `MultiSteps` that survives an overflow
+optimizer.py     loss_scaled
+state.py         its state, and how to read the scale from nested optimizer states
+parameters.py    parameters and gradients as the wrapped optimizer receives them
+accumulation.py  MultiSteps that recovers from an overflow
 
 It imports the core, JAX, optax and `lossscale.jax`.
 """
@@ -13,7 +14,7 @@ from lossscale.core.errors import MissingPackageError
 try:
     import optax  # noqa: F401
 except ModuleNotFoundError as error:
-    if error.name != "optax":  # it is there, and something of its own is not
+    if error.name != "optax":  # it is installed, and one of its dependencies is not
         raise
     _message = (
         "lossscale.optax needs optax, which is not installed. Install it with: "
@@ -22,23 +23,23 @@ except ModuleNotFoundError as error:
     raise MissingPackageError(_message) from None
 
 from lossscale.optax.accumulation import MultiSteps
-from lossscale.optax.states import (
+from lossscale.optax.optimizer import loss_scaled
+from lossscale.optax.state import (
     LossScaledState,
     find_states,
     get_scale,
+    get_scale_state,
     scale_loss,
-    scale_state,
     with_scale_state,
 )
-from lossscale.optax.transformation import loss_scaled
 
 __all__ = [
     "LossScaledState",
     "MultiSteps",
     "find_states",
     "get_scale",
+    "get_scale_state",
     "loss_scaled",
     "scale_loss",
-    "scale_state",
     "with_scale_state",
 ]

@@ -1,4 +1,4 @@
-"""The warning of a training that has come to a halt."""
+"""`CollapseAlarm`: the warning after many skipped steps in a row."""
 
 import warnings
 
@@ -20,22 +20,22 @@ from lossscale.core.errors import (  # noqa: E402
 OVERFLOW = Signal(False, loss_finite=True, too_large=False)
 LARGE = Signal(False, loss_finite=True, too_large=True)
 LOSS = Signal(False, loss_finite=False, too_large=False)
-GOOD = Signal(True, loss_finite=True, too_large=False)
+FINITE = Signal(True, loss_finite=True, too_large=False)
 
 
 def feed(alarm, signals):
     """Return the messages of all warnings."""
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number, signal in enumerate(signals):
             alarm(signal, 2.0**-number)
         alarm.flush()
-    assert all(each.category is CollapseWarning for each in seen)
-    return [str(each.message) for each in seen]
+    assert all(each.category is CollapseWarning for each in caught)
+    return [str(each.message) for each in caught]
 
 
 def test_it_warns_once_for_each_row_of_skipped_steps():
-    rows = [*[OVERFLOW] * 7, GOOD, *[OVERFLOW] * 2, GOOD, *[OVERFLOW] * 3]
+    rows = [*[OVERFLOW] * 7, FINITE, *[OVERFLOW] * 2, FINITE, *[OVERFLOW] * 3]
     first, second = feed(ls.CollapseAlarm(limit=3), rows)
     assert "3 steps in a row were skipped" in first
     assert "from 1 to 0.25" in first
@@ -46,18 +46,18 @@ def test_it_warns_once_for_each_row_of_skipped_steps():
     ("signals", "reasons", "advice"),
     [
         ([LOSS] * 2, "2 loss not finite", "The loss itself"),
-        ([LARGE] * 2, "2 gradient too large", "cannot be squared"),
+        ([LARGE] * 2, "2 gradient too large", "too large to be squared"),
         ([LARGE, OVERFLOW], "1 gradient too large, 1 overflow", "leaf_flags"),
         ([Signal(False)] * 2, "2 overflow", "leaf_flags"),
     ],
 )
-def test_its_advice_follows_from_what_was_seen(signals, reasons, advice):
+def test_its_advice_follows_from_the_reasons(signals, reasons, advice):
     (message,) = feed(ls.CollapseAlarm(limit=2), signals)
     assert f"Reasons: {reasons}." in message
     assert advice in message
 
 
-def test_it_raises_if_it_is_asked_to():
+def test_it_raises_with_on_collapse_raise():
     alarm = ls.CollapseAlarm(limit=2, on_collapse="raise")
     alarm(OVERFLOW, 8.0)
     with pytest.raises(CollapseError, match="2 steps in a row"):
@@ -69,23 +69,23 @@ def test_a_loop_that_donates_its_state_is_watched():
     alarm = ls.CollapseAlarm(limit=5)
 
     def step(state, weight):
-        found = ls.value_and_grad(lambda w: w * jnp.inf, policy)(state, weight)
-        return found.state, weight + 0, found.signal
+        result = ls.value_and_grad(lambda w: w * jnp.inf, policy)(state, weight)
+        return result.state, weight + 0, result.signal
 
     compiled = jax.jit(step, donate_argnums=(0, 1))
     state, weight = ls.init(policy), jnp.float32(1.0)
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(6):
             state, weight, signal = compiled(state, weight)
             alarm(signal, state.scale)
         alarm.flush()
-    (warning,) = seen
+    (warning,) = caught
     assert "5 loss not finite" in str(warning.message)
-    assert 6 == alarm.skipped_in_a_row
+    assert 6 == alarm.consecutive_skips
 
 
-def test_wrong_arguments_are_named():
+def test_wrong_arguments_raise_errors_that_name_them():
     for settings in ({"limit": 0}, {"on_collapse": "print"}):
         with pytest.raises(LossScaleError, match=next(iter(settings))):
             ls.CollapseAlarm(**settings)

@@ -1,4 +1,4 @@
-"""Finite gradients that an optimizer's state, or a parameter, cannot hold."""
+"""Finite gradients that are too large for an optimizer's state or a parameter."""
 
 import pytest
 
@@ -23,14 +23,14 @@ def check_finite(tree):
         assert np.isfinite(np.asarray(leaf, np.float64)).all()
 
 
-def walk(inner, gradients, size=2, skip="select", policy=POLICY):
-    """Take steps with such true gradients; raise if anything becomes not finite."""
+def train(inner, gradients, size=2, skip="select", policy=POLICY):
+    """Run steps with these unscaled gradients; raise if a number becomes non-finite."""
     optimizer = ls.loss_scaled(inner, policy, skip=skip)
     params = jnp.ones(size)
     state = optimizer.init(params)
     update = jax.jit(optimizer.update)
     for gradient in gradients:
-        # Undo the scale: the gradient is what the optimizer is to see.
+        # The wrapped optimizer receives the gradient itself.
         scaled = jnp.full(size, gradient, jnp.float32) * ls.get_scale(state)
         updates, state = update(scaled, state, params)
         params = optax.apply_updates(params, updates)
@@ -40,13 +40,13 @@ def walk(inner, gradients, size=2, skip="select", policy=POLICY):
 
 @SKIPS
 def test_large_gradients_that_are_clipped_train_with_moments_in_float16(skip):
-    """The scale went down to 1.2e-38 here, and the weights never moved."""
+    """The scale went down to 1.2e-38 here, and the weights never changed."""
 
     def chain():
         adam = optax.adam(0.1, mu_dtype=jnp.float16)
         return optax.chain(optax.clip_by_global_norm(1.0), adam)
 
-    params, state = walk(chain(), [1e5] * 200, skip=skip, policy=Dynamic())
+    params, state = train(chain(), [1e5] * 200, skip=skip, policy=Dynamic())
     assert (0, 65536.0) == (state.total_notfinite, ls.get_scale(state))
     plain, expected = chain(), jnp.ones(2)
     inner = plain.init(expected)
@@ -78,31 +78,31 @@ def test_a_gradient_whose_square_would_overflow_is_skipped_and_leaves_the_scale(
 @SKIPS
 def test_a_moment_in_float16_never_becomes_infinite(skip):
     adam = optax.adam(0.1, mu_dtype=jnp.float16)
-    params, state = walk(adam, [1e7, 1.0, -1e7], skip=skip)
+    params, state = train(adam, [1e7, 1.0, -1e7], skip=skip)
     assert 0 == state.total_notfinite
     assert not np.array_equal(params, np.ones(2))
 
 
 @SKIPS
 def test_a_sum_of_squares_over_many_steps_never_becomes_infinite(skip):
-    _, state = walk(optax.adagrad(0.1), [4e18] * 40, skip=skip)
+    _, state = train(optax.adagrad(0.1), [4e18] * 40, skip=skip)
     assert 0 == state.total_notfinite
     assert np.all(state.inner_state[0].sum_of_squares > 3e38)
 
 
 @pytest.mark.parametrize("size", [1, 10, 13, 1000])
-def test_squares_whose_sum_is_rounded_up(size):
+def test_a_sum_of_squares_that_is_rounded_up_stays_finite(size):
     largest = np.float32(headroom.largest_square_root(None, "float32", size))
-    walk(optax.novograd(0.1), [largest] * 3, size)
+    train(optax.novograd(0.1), [largest] * 3, size)
 
 
 @pytest.mark.parametrize("inner", [optax.adabelief(0.1), optax.adan(0.1)])
-def test_the_square_of_a_difference(inner):
-    walk(inner, [-4.6e18] * 30 + [4.6e18, -4.6e18], 1)
+def test_the_square_of_a_difference_stays_finite(inner):
+    train(inner, [-4.6e18] * 30 + [4.6e18, -4.6e18], 1)
 
 
 @SKIPS
-def test_an_update_that_a_float16_parameter_cannot_hold_is_not_applied(skip):
+def test_an_update_that_would_overflow_a_float16_parameter_is_not_applied(skip):
     params = jnp.array([1.0, 65504.0, -65504.0, 65504.0], jnp.float16)
     optimizer = ls.loss_scaled(optax.sgd(1.0), Fixed(1.0), skip=skip)
     grads = jnp.array([-2.0, -100.0, 65504.0, 4.0], jnp.float16)
@@ -119,8 +119,8 @@ def test_a_float32_parameter_at_the_largest_number_stays_finite():
     check_finite(optax.apply_updates(params, updates))
 
 
-def test_a_state_that_is_infinite_from_the_start_may_change():
-    """The best value of a plateau is infinite until there is one."""
+def test_a_state_that_is_initially_infinite_may_change():
+    """The best value of a plateau is infinite until the first loss."""
     optimizer = ls.loss_scaled(optax.contrib.reduce_on_plateau(), Fixed(1.0))
     state = optimizer.init(jnp.ones(2))
     assert jnp.inf == state.inner_state.best_value
@@ -129,5 +129,5 @@ def test_a_state_that_is_infinite_from_the_start_may_change():
 
 
 def test_gradients_below_a_quintillion_are_never_too_large():
-    _, state = walk(optax.sgd(1e-18), [1e18, -1e18], size=1000)
+    _, state = train(optax.sgd(1e-18), [1e18, -1e18], size=1000)
     assert 0 == state.total_notfinite

@@ -1,4 +1,4 @@
-"""Parameters of every kind: dtypes of updates, integers, shapes alone."""
+"""Parameters: dtypes of updates, integers, shapes without values."""
 
 import pytest
 
@@ -20,7 +20,7 @@ SKIPS = pytest.mark.parametrize("skip", ["select", "cond"])
 @SKIPS
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["sgd", "adam", "lion", "adafactor", "rmsprop"])
-def test_updates_have_the_dtypes_that_optax_gives_them(name, dtype, skip):
+def test_updates_have_the_dtypes_of_optax(name, dtype, skip):
     """They were float32 for parameters in float16 and bfloat16."""
     inner = getattr(optax, name)(0.1)
     params = {"w": jnp.ones((2, 3), dtype), "b": jnp.ones(3, "float32")}
@@ -28,27 +28,27 @@ def test_updates_have_the_dtypes_that_optax_gives_them(name, dtype, skip):
     optimizer = ls.loss_scaled(inner, Fixed(4.0), skip=skip)
     scaled = jax.tree.map(lambda leaf: leaf * 4, params)
     updates, _ = optimizer.update(scaled, optimizer.init(params), params)
-    for want, have in zip(*map(jax.tree.leaves, (expected, updates)), strict=True):
-        assert want.dtype == have.dtype
+    for wanted, actual in zip(*map(jax.tree.leaves, (expected, updates)), strict=True):
+        assert wanted.dtype == actual.dtype
         np.testing.assert_allclose(
-            np.float32(want), np.float32(have), rtol=2.0**-7, atol=1e-3
+            np.float32(wanted), np.float32(actual), rtol=2.0**-7, atol=1e-3
         )
 
 
-def test_init_takes_shapes_and_dtypes_for_parameters():
+def test_init_accepts_shapes_and_dtypes_as_parameters():
     params = {"w": jnp.ones((2, 3), jnp.float16), "n": jnp.int32(3)}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     optimizer = ls.loss_scaled(optax.adam(0.1))
     check_same(optimizer.init(params), optimizer.init(shapes))
 
 
-def loss_of(params, x):
+def compute_loss(params, x):
     return jnp.sum(params["w"].astype(jnp.float32) * x) * params["n"]
 
 
 @SKIPS
 @pytest.mark.parametrize("gradient", ["float0", "none"])
-def test_integers_among_the_parameters_stay_as_they_are(gradient, skip):
+def test_integer_parameters_do_not_change(gradient, skip):
     policy = Dynamic(init_scale=4.0)
     params = {"w": jnp.ones(2), "n": jnp.int32(3), "b": jnp.bool_(True)}
     optimizer = ls.loss_scaled(optax.adam(0.5), policy, skip=skip)
@@ -59,10 +59,10 @@ def test_integers_among_the_parameters_stay_as_they_are(gradient, skip):
     def step(params, state):
         if gradient == "float0":
             grads = jax.grad(
-                lambda p: ls.scale_loss(loss_of(p, x), state), allow_int=True
+                lambda p: ls.scale_loss(compute_loss(p, x), state), allow_int=True
             )(params)
         else:
-            differentiate = lossscale.jax.value_and_grad(loss_of, Fixed(1.0))
+            differentiate = lossscale.jax.value_and_grad(compute_loss, Fixed(1.0))
             grads = differentiate(lossscale.jax.init(Fixed(1.0)), params, x).grads
             grads = jax.tree.map(lambda leaf: leaf * ls.get_scale(state), grads)
         updates, state = optimizer.update(grads, state, params)
@@ -79,7 +79,7 @@ def test_integers_among_the_parameters_stay_as_they_are(gradient, skip):
     assert jax.tree.leaves(inner)[0] == state.inner_state[0].count
 
 
-def test_the_state_of_another_optimizer_is_named():
+def test_the_state_of_another_optimizer_is_reported():
     optimizer = ls.loss_scaled(optax.adam(0.1))
     params = jnp.ones(2)
     with pytest.raises(StateError, match=r"is a tuple, expected the LossScaledState"):
@@ -87,7 +87,7 @@ def test_the_state_of_another_optimizer_is_named():
 
 
 @pytest.mark.parametrize("wrong", [{"scale": 8.0}, Dynamic(), (8.0, 0, 0), 8.0])
-def test_only_a_scale_state_is_put_into_an_optimizer_state(wrong):
+def test_with_scale_state_accepts_only_a_scale_state(wrong):
     state = ls.loss_scaled(optax.adam(0.1)).init(jnp.ones(2))
     with pytest.raises(StateError, match="expected a ScaleState"):
         ls.with_scale_state(state, wrong)

@@ -1,4 +1,4 @@
-"""jmp's names: ours and jmp's own side by side, and where jmp goes wrong."""
+"""compat.jmp against jmp itself, including the defects of jmp."""
 
 import random
 from dataclasses import replace
@@ -19,28 +19,25 @@ from lossscale.core.errors import (  # noqa: E402
     SettingError,
     StructureError,
 )
-from lossscale.jax import drop_ins  # noqa: E402
+from lossscale.jax.compat import jmp as compat_jmp  # noqa: E402
 
 TRUE, FALSE = jnp.bool_(True), jnp.bool_(False)
 
 
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    # jmp multiplies int32 by bool.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# jmp multiplies int32 by bool.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def both(*args, **kwargs):
-    """Return the same scale made by jmp and by us."""
+def make_both(*args, **kwargs):
+    """Return the same scale from jmp and from compat.jmp."""
     return (
         jmp.DynamicLossScale(*args, **kwargs),
-        drop_ins.DynamicLossScale(*args, **kwargs),
+        compat_jmp.DynamicLossScale(*args, **kwargs),
     )
 
 
 @jax.jit
-def compiled(scaler, flags):
+def run_compiled(scaler, flags):
     """Return scale and counter after each step."""
 
     def step(current, finite):
@@ -50,8 +47,8 @@ def compiled(scaler, flags):
     return jax.lax.scan(step, scaler, flags)[1]
 
 
-def eager(scaler, flags):
-    """The same without a compiler, whose division by a constant is a product."""
+def run_eager(scaler, flags):
+    """The same without jit, which turns a division by a constant into a product."""
     states = []
     for flag in flags:
         scaler = scaler.adjust(flag)
@@ -59,7 +56,7 @@ def eager(scaler, flags):
     return states
 
 
-def test_random_sequences_take_the_same_steps():
+def test_random_sequences_give_the_same_steps():
     rng = random.Random(11)
     for factor in (2, 4):
         for period in (1, 2, 5):
@@ -67,11 +64,11 @@ def test_random_sequences_take_the_same_steps():
                 config = draw(rng, loss_scale=(1.0, 3.0, 7.3, 2.0**15, 1e30, 3e38))
                 first = jnp.float32(config["loss_scale"])
                 flags = jnp.asarray(overflow_pattern(rng, 48))
-                theirs, ours = both(first, period=period, factor=factor)
-                check_same(compiled(theirs, flags), compiled(ours, flags))
+                theirs, ours = make_both(first, period=period, factor=factor)
+                check_same(run_compiled(theirs, flags), run_compiled(ours, flags))
 
 
-def test_random_sequences_by_any_factor_and_floor_take_the_same_steps_without_jit():
+def test_random_sequences_with_any_factor_and_minimum_agree_without_jit():
     rng = random.Random(12)
     for _ in range(25):
         config = draw(
@@ -83,12 +80,12 @@ def test_random_sequences_by_any_factor_and_floor_take_the_same_steps_without_ji
         config["min_loss_scale"] = jnp.float32(config["min_loss_scale"])
         first = jnp.float32(rng.choice((0.5, 3.0, 2.0**15)))
         flags = [jnp.bool_(flag) for flag in overflow_pattern(rng, 12)]
-        theirs, ours = both(first, **config)
-        assert eager(theirs, flags) == eager(ours, flags)
+        theirs, ours = make_both(first, **config)
+        assert run_eager(theirs, flags) == run_eager(ours, flags)
 
 
-def test_the_floor_survives_what_jmps_does_not():
-    theirs, ours = both(jnp.float32(1.0), min_loss_scale=jnp.float32(0.25))
+def test_the_minimum_survives_transformations_that_drop_jmps():
+    theirs, ours = make_both(jnp.float32(1.0), min_loss_scale=jnp.float32(0.25))
     through = {
         "jit": jax.jit(lambda scaler: scaler),
         "tree_map": lambda scaler: jax.tree.map(lambda leaf: leaf, scaler),
@@ -101,21 +98,21 @@ def test_the_floor_survives_what_jmps_does_not():
         assert 0.25 == passed(ours).min_loss_scale, name
 
 
-def test_a_scale_in_half_precision_moves_where_jmp_raises():
-    theirs, ours = both(jnp.float16(2.0**15), period=1)
+def test_a_scale_in_half_precision_is_adjusted_where_jmp_raises():
+    theirs, ours = make_both(jnp.float16(2.0**15), period=1)
     with pytest.raises(TypeError, match="same dtypes"):
         theirs.adjust(FALSE)
     lower = ours.adjust(FALSE)
     assert (2.0**14, jnp.float16) == (lower.loss_scale, lower.loss_scale.dtype)
-    # float16 has no 2**16, and no number that half of its smallest would be.
+    # float16 has no 2**16, and no half of its smallest number.
     assert 2.0**15 == ours.adjust(TRUE).loss_scale
-    least = drop_ins.DynamicLossScale(jnp.float16(2.0**-24), min_loss_scale=0.0)
+    least = compat_jmp.DynamicLossScale(jnp.float16(2.0**-24), min_loss_scale=0.0)
     assert 2.0**-24 == least.adjust(FALSE).loss_scale
 
 
 def test_ahead_of_time_compilation_knows_its_arguments_where_jmps_raises():
-    # JAX puts a description in place of each leaf; jmp's constructor looks at it.
-    theirs, ours = both(jnp.float32(1.0))
+    # JAX replaces each leaf by a description, which jmp's constructor inspects.
+    theirs, ours = make_both(jnp.float32(1.0))
     step = jax.jit(lambda scaler: scaler.adjust(FALSE))
     with pytest.raises(TypeError):
         step.lower(theirs)
@@ -127,17 +124,19 @@ def test_scaling_and_unscaling_are_jmps():
     rng = np.random.default_rng(0)
     tree = {"a": jnp.asarray(rng.normal(size=5), jnp.float32), "b": None}
     for value in (2.0, 3.0, 4.0, 2.0**15):
-        theirs, ours = both(jnp.float32(value))
+        theirs, ours = make_both(jnp.float32(value))
         check_same(theirs.scale(tree), ours.scale(tree))
         check_same(theirs.unscale(tree), ours.unscale(tree))
         static = jmp.StaticLossScale(jnp.float32(value))
-        check_same(static.scale(tree), drop_ins.StaticLossScale(value).scale(tree))
-        check_same(static.unscale(tree), drop_ins.StaticLossScale(value).unscale(tree))
+        check_same(static.scale(tree), compat_jmp.StaticLossScale(value).scale(tree))
+        check_same(
+            static.unscale(tree), compat_jmp.StaticLossScale(value).unscale(tree)
+        )
 
 
 def test_half_precision_is_scaled_and_unscaled_in_float32():
     tree = jnp.array([1.0, 2.0**-20], jnp.float16)
-    theirs, ours = both(jnp.float32(2.0**15))
+    theirs, ours = make_both(jnp.float32(2.0**15))
     check_same(theirs.scale(tree), ours.scale(tree))
     check_same(theirs.unscale(tree), ours.unscale(tree))
 
@@ -153,23 +152,23 @@ def test_unscaled_leaves_have_the_dtypes_of_jmp(kind, scale, dtype):
     if kind == "DynamicLossScale" and not hasattr(scale, "dtype"):
         scale = jnp.float32(scale)  # jmp's own changes its dtype after a step
     tree = {"a": jnp.array([64, 16], dtype), "b": None}
-    theirs, ours = (getattr(names, kind)(scale) for names in (jmp, drop_ins))
+    theirs, ours = (getattr(names, kind)(scale) for names in (jmp, compat_jmp))
     check_same(theirs.unscale(tree), ours.unscale(tree))
     if dtype.startswith("int"):
         check_same(theirs.scale(tree), ours.scale(tree))
 
 
-def test_a_training_step_in_float16_alone_runs_with_ours():
+def test_a_training_step_in_float16_alone_runs():
     """`p - 0.1 * g` became float32, and select_tree refused it."""
-    scaler = drop_ins.DynamicLossScale(jnp.float16(2.0**10))
+    scaler = compat_jmp.DynamicLossScale(jnp.float16(2.0**10))
     params = jnp.ones(2, jnp.float16)
 
     @jax.jit
     def step(params, scaler):
         grads = jax.grad(lambda p: scaler.scale(jnp.sum(p * p)))(params)
         grads = scaler.unscale(grads)
-        finite = drop_ins.all_finite(grads)
-        new = drop_ins.select_tree(finite, params - 0.25 * grads, params)
+        finite = compat_jmp.all_finite(grads)
+        new = compat_jmp.select_tree(finite, params - 0.25 * grads, params)
         return new, scaler.adjust(finite)
 
     params, scaler = step(params, scaler)
@@ -178,15 +177,15 @@ def test_a_training_step_in_float16_alone_runs_with_ours():
 
 def test_a_static_scale_may_be_traced():
     def scaled(scale, x):
-        scaler = drop_ins.StaticLossScale(scale)
+        scaler = compat_jmp.StaticLossScale(scale)
         return scaler.unscale(scaler.scale(x)), scaler.adjust(TRUE).loss_scale
 
     again, scale = jax.jit(scaled)(8.0, jnp.float32(3.0))
     assert (3.0, 8.0) == (again, scale)
 
 
-def test_integers_as_scales_are_warned_of_as_jmp_does():
-    for names in (jmp, drop_ins):
+def test_integer_scales_give_the_warning_of_jmp():
+    for names in (jmp, compat_jmp):
         with pytest.warns(UserWarning, match="Expected floating type for loss_scale"):
             names.DynamicLossScale(jnp.int32(8))
         with pytest.warns(UserWarning, match="Expected floating type for min_loss"):
@@ -194,7 +193,7 @@ def test_integers_as_scales_are_warned_of_as_jmp_does():
 
 
 def test_a_scale_has_two_leaves_and_equals_itself_after_a_map():
-    theirs, ours = both(jnp.float32(8.0), jnp.int32(3), period=5, factor=4)
+    theirs, ours = make_both(jnp.float32(8.0), jnp.int32(3), period=5, factor=4)
     assert jax.tree.leaves(theirs) == jax.tree.leaves(ours) == [8.0, 3]
     assert ours == jax.tree.map(lambda leaf: leaf, ours)
     paths = [
@@ -207,7 +206,9 @@ def test_a_scale_has_two_leaves_and_equals_itself_after_a_map():
 @pytest.mark.parametrize("factor", [2, 3])
 @pytest.mark.parametrize("period", [20, 30])
 def test_a_counter_counts_to_the_period_and_starts_again(period, factor):
-    scaler = drop_ins.DynamicLossScale(jnp.float32(10.0), period=period, factor=factor)
+    scaler = compat_jmp.DynamicLossScale(
+        jnp.float32(10.0), period=period, factor=factor
+    )
     for step in range(1, period):
         scaler = scaler.adjust(TRUE)
         assert (10.0, step) == (scaler.loss_scale, scaler.counter)
@@ -215,14 +216,14 @@ def test_a_counter_counts_to_the_period_and_starts_again(period, factor):
     assert (10.0 * factor, 0) == (scaler.loss_scale, scaler.counter)
 
 
-def test_a_floor_of_zero_stops_at_the_last_safe_number():
-    scaler = drop_ins.DynamicLossScale(jnp.float32(1.0), min_loss_scale=0.0)
+def test_a_minimum_of_zero_stops_at_the_smallest_normal_number():
+    scaler = compat_jmp.DynamicLossScale(jnp.float32(1.0), min_loss_scale=0.0)
     run = jax.jit(lambda s: jax.lax.fori_loop(0, 200, lambda _, c: c.adjust(FALSE), s))
     assert 2.0**-126 == run(scaler).loss_scale
 
 
 def test_a_scale_starts_as_an_array_and_is_compiled_once():
-    scaler = drop_ins.DynamicLossScale(2.0**15)
+    scaler = compat_jmp.DynamicLossScale(2.0**15)
     step = jax.jit(lambda s, f: s.adjust(f))
     for flag in (TRUE, FALSE, TRUE):
         scaler = step(scaler, flag)
@@ -230,27 +231,27 @@ def test_a_scale_starts_as_an_array_and_is_compiled_once():
     assert (jnp.float32, jnp.int32) == (scaler.loss_scale.dtype, scaler.counter.dtype)
 
 
-def test_lanes_of_a_vmap_move_alone():
-    scalers = jax.vmap(drop_ins.DynamicLossScale)(jnp.array([8.0, 16.0]))
+def test_elements_of_a_vmap_are_adjusted_separately():
+    scalers = jax.vmap(compat_jmp.DynamicLossScale)(jnp.array([8.0, 16.0]))
     after = jax.vmap(lambda s, f: s.adjust(f))(scalers, jnp.array([True, False]))
     assert [8.0, 8.0] == after.loss_scale.tolist()
     assert [1, 0] == after.counter.tolist()
 
 
-def test_the_static_kinds_have_no_leaves_and_pass_through_jit():
-    for scaler in (drop_ins.NoOpLossScale(), drop_ins.StaticLossScale(8)):
+def test_the_static_scales_have_no_leaves_and_work_under_jit():
+    for scaler in (compat_jmp.NoOpLossScale(), compat_jmp.StaticLossScale(8)):
         assert [] == jax.tree.leaves(scaler)
         assert scaler == jax.jit(lambda s: s.adjust(FALSE))(scaler)
         assert scaler is scaler.adjust(TRUE)
     assert (1, 8.0) == (
-        drop_ins.NoOpLossScale().loss_scale,
-        drop_ins.StaticLossScale(jnp.float32(8.0)).loss_scale,
+        compat_jmp.NoOpLossScale().loss_scale,
+        compat_jmp.StaticLossScale(jnp.float32(8.0)).loss_scale,
     )
 
 
-def test_no_operation_returns_the_very_object():
+def test_no_op_returns_the_same_object():
     tree = {"a": object()}
-    scaler = drop_ins.NoOpLossScale()
+    scaler = compat_jmp.NoOpLossScale()
     assert tree is scaler.scale(tree)
     assert tree is scaler.unscale(tree)
 
@@ -267,27 +268,27 @@ def test_no_operation_returns_the_very_object():
     ],
 )
 def test_all_finite_is_jmps(tree):
-    check_same(jmp.all_finite(tree), drop_ins.all_finite(tree))
+    check_same(jmp.all_finite(tree), compat_jmp.all_finite(tree))
 
 
 def test_select_tree_is_jmps():
     a, b = {"x": jnp.ones(2), "y": None}, {"x": jnp.zeros(2), "y": None}
     for flag in (TRUE, FALSE):
-        check_same(jmp.select_tree(flag, a, b), drop_ins.select_tree(flag, a, b))
-        under_jit = jax.jit(drop_ins.select_tree)(flag, a, b)
+        check_same(jmp.select_tree(flag, a, b), compat_jmp.select_tree(flag, a, b))
+        under_jit = jax.jit(compat_jmp.select_tree)(flag, a, b)
         check_same(jmp.select_tree(flag, a, b), under_jit)
     nan = {"x": jnp.full(2, jnp.nan), "y": None}
-    check_same(jmp.select_tree(TRUE, nan, b), drop_ins.select_tree(TRUE, nan, b))
+    check_same(jmp.select_tree(TRUE, nan, b), compat_jmp.select_tree(TRUE, nan, b))
     for wrong in (jnp.array([True, False]), jnp.ones([1]), jnp.float32(1.0)):
         with pytest.raises(GradientError, match="expected boolean scalar"):
-            drop_ins.select_tree(wrong, a, b)
+            compat_jmp.select_tree(wrong, a, b)
         with pytest.raises(AssertionError):
-            drop_ins.select_tree(wrong, a, b)
+            compat_jmp.select_tree(wrong, a, b)
     with pytest.raises(StructureError):
-        drop_ins.select_tree(TRUE, a, {"x": jnp.ones(2)})
+        compat_jmp.select_tree(TRUE, a, {"x": jnp.ones(2)})
 
 
-def test_a_training_step_written_for_jmp_runs_with_ours():
+def test_a_training_step_written_for_jmp_runs_with_compat_jmp():
     def train(names):
         def loss(params, x, scaler):
             half = params.astype(jnp.float16)
@@ -308,7 +309,7 @@ def test_a_training_step_written_for_jmp_runs_with_ours():
             scales.append(float(scaler.loss_scale))
         return params, scales
 
-    expected, actual = train(jmp), train(drop_ins)
+    expected, actual = train(jmp), train(compat_jmp)
     assert expected[1] == actual[1]
     check_same(expected[0], actual[0])
     assert min(actual[1]) < 2.0**30  # it did overflow
@@ -318,15 +319,15 @@ def test_a_training_step_written_for_jmp_runs_with_ours():
     "settings",
     [{"period": 0}, {"period": 2.5}, {"factor": 1}, {"min_loss_scale": float("nan")}],
 )
-def test_settings_that_cannot_work_are_refused_at_once(settings):
+def test_invalid_settings_are_refused_at_construction(settings):
     with pytest.raises(LossScaleError):
-        drop_ins.DynamicLossScale(jnp.float32(8.0), **settings)
+        compat_jmp.DynamicLossScale(jnp.float32(8.0), **settings)
     with pytest.raises(SettingError):
-        drop_ins.StaticLossScale(0)
+        compat_jmp.StaticLossScale(0)
 
 
-def test_a_copy_with_changes_is_made_as_of_any_dataclass():
-    scaler = drop_ins.DynamicLossScale(jnp.float32(8.0), period=20.0)
+def test_dataclasses_replace_makes_a_changed_copy():
+    scaler = compat_jmp.DynamicLossScale(jnp.float32(8.0), period=20.0)
     assert 20 == scaler.period
     assert 3 == replace(scaler, period=3).period
     assert scaler.loss_scale == replace(scaler, period=3).loss_scale

@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of `loss_scaled`, and how to find it in any nest of optimizer states.
+"""The state of `loss_scaled`, and functions that find it in nested optimizer states.
 
-The loss is scaled before the optimizer sees a gradient, so the caller has to read the
-scale out of the optimizer's state: `scale_loss(loss, opt_state)`. It is an array of
-the state that is passed in, under `jit` too; never close over a state.
+The loss is scaled before the optimizer receives a gradient, so the caller reads the
+scale from the optimizer's state: `scale_loss(loss, opt_state)`. The scale is an array
+of the state that is passed in, also under `jit`; never close over a state.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from lossscale.core.errors import StateError
-from lossscale.core.state import Array, ScaleState
-from lossscale.jax import verbs
-from lossscale.jax.exporting import register_tuple
+from lossscale.core.state import ScaleState
+from lossscale.jax import functional
+from lossscale.jax.export import register_tuple
+from lossscale.jax.types import PyTree
+
+State = TypeVar("State")
 
 
 class LossScaledState(NamedTuple):
-    """What `loss_scaled` keeps from step to step.
+    """The state of `loss_scaled`.
 
-    `last_finite` and the two counts are those of `optax.apply_if_finite`. Fields of the
-    inner state can be read as if they were its own, where functions of optax do that:
+    `last_finite` and the two counts have the names of `optax.apply_if_finite`. Fields
+    of the inner state can be read as attributes of this one, as functions of optax do:
     `optax.contrib.schedule_free_eval_params(opt_state, params)`.
 
     Example:
@@ -32,17 +35,17 @@ class LossScaledState(NamedTuple):
 
     scale_state: ScaleState
     """The loss scale and its counters."""
-    inner_state: Any
-    """The state of the optimizer inside; a skipped step leaves it as it is."""
-    last_finite: Array
+    inner_state: PyTree
+    """The state of the wrapped optimizer; a skipped step does not change it."""
+    last_finite: jax.Array
     """Whether the last step was applied."""
-    last_too_large: Array
+    last_too_large: jax.Array
     """Whether it was skipped because a finite gradient cannot be squared. The scale
-    stays then: no lower one makes a true gradient smaller."""
-    notfinite_count: Array
-    """How many steps in a row were skipped up to now."""
-    total_notfinite: Array
-    """How many steps were skipped in all."""
+    stays then: a lower scale does not make an unscaled gradient smaller."""
+    notfinite_count: jax.Array
+    """How many steps in a row have been skipped."""
+    total_notfinite: jax.Array
+    """How many steps have been skipped in total."""
 
     def __getattr__(self, name: str) -> Any:
         """Return a field of the inner state, if that is a NamedTuple which has it."""
@@ -55,8 +58,8 @@ class LossScaledState(NamedTuple):
 register_tuple(LossScaledState)
 
 
-def find_states(opt_state: Any) -> list[LossScaledState]:
-    """Return every `LossScaledState` in a nest of optimizer states, in its order.
+def find_states(opt_state: PyTree) -> list[LossScaledState]:
+    """Return every `LossScaledState` in nested optimizer states, in tree order.
 
     Example:
         >>> import jax.numpy as jnp, optax, lossscale, lossscale.optax as ls
@@ -71,33 +74,33 @@ def find_states(opt_state: Any) -> list[LossScaledState]:
     return [node for node in nodes if _is_state(node)]
 
 
-def scale_state(opt_state: Any) -> ScaleState:
-    """Return the loss scale and its counters from a nest of optimizer states.
+def get_scale_state(opt_state: PyTree) -> ScaleState:
+    """Return the loss scale and its counters from nested optimizer states.
 
     Args:
         opt_state: What an optimizer's `init` or `update` returned, or a train state or
-            an `nnx.Optimizer` that holds it.
+            an `nnx.Optimizer` that contains it.
 
     Raises:
-        StateError: If it holds no loss scale, or more than one.
+        StateError: If it contains no loss scale, or more than one.
 
     Example:
         >>> import jax.numpy as jnp, optax, lossscale, lossscale.optax as ls
         >>> policy = lossscale.Fixed(8.0)
         >>> optimizer = optax.chain(ls.loss_scaled(optax.adam(0.1), policy))
         >>> state = optimizer.init(jnp.ones(2))
-        >>> lossscale.to_portable(policy, ls.scale_state(state))["state"]
+        >>> lossscale.to_portable(policy, ls.get_scale_state(state))["state"]
         {'scale': 8.0, 'good': 0, 'bad': 0}
     """
-    found = _the_one(opt_state).scale_state
-    return ScaleState(*(_array(value) for value in found))
+    state = _find_only_state(opt_state).scale_state
+    return ScaleState(*(_unwrap(value) for value in state))
 
 
-def get_scale(opt_state: Any) -> Array:
-    """Return the current loss scale from a nest of optimizer states, a float32 array.
+def get_scale(opt_state: PyTree) -> jax.Array:
+    """Return the current loss scale from nested optimizer states, a float32 array.
 
     Raises:
-        StateError: If it holds no loss scale, or more than one.
+        StateError: If it contains no loss scale, or more than one.
 
     Example:
         >>> import jax.numpy as jnp, optax, lossscale, lossscale.optax as ls
@@ -105,18 +108,19 @@ def get_scale(opt_state: Any) -> Array:
         >>> ls.get_scale(optimizer.init(jnp.ones(2)))
         Array(8., dtype=float32)
     """
-    return scale_state(opt_state).scale
+    scale: jax.Array = get_scale_state(opt_state).scale
+    return scale
 
 
-def scale_loss(loss: Any, opt_state: Any) -> Any:
+def scale_loss(loss: PyTree, opt_state: PyTree) -> PyTree:
     """Return the loss times the scale that the optimizer will divide by, in float32.
 
     Args:
-        loss: The loss; a float16 one is widened first.
-        opt_state: The state that goes into the optimizer's next `update`.
+        loss: The loss; a float16 loss is upcast first.
+        opt_state: The state that is passed to the optimizer's next `update`.
 
     Raises:
-        StateError: If the state holds no loss scale, or more than one.
+        StateError: If the state contains no loss scale, or more than one.
         GradientError: If the loss is not a floating-point number.
 
     Example:
@@ -129,20 +133,20 @@ def scale_loss(loss: Any, opt_state: Any) -> Any:
         >>> optax.apply_updates(params, updates)
         Array(0., dtype=float32)
     """
-    return verbs.scale(loss, scale_state(opt_state))
+    return functional.scale(loss, get_scale_state(opt_state))
 
 
-def with_scale_state(opt_state: Any, state: ScaleState) -> Any:
-    """Return the same nest of optimizer states with another loss scale in it.
+def with_scale_state(opt_state: State, state: ScaleState) -> State:
+    """Return the same nested optimizer states with another loss scale.
 
-    The way to go on from a portable state or from another library's.
+    Use it to continue from a portable state or from another library's state.
 
     Args:
-        opt_state: A nest of optimizer states with one `LossScaledState` in it.
+        opt_state: Nested optimizer states that contain one `LossScaledState`.
         state: What `lossscale.jax.init(policy, state)` returned.
 
     Raises:
-        StateError: If it holds no loss scale, or more than one, or if `state` is not
+        StateError: If it contains no loss scale, or more than one, or if `state` is not
             a `ScaleState`.
 
     Example:
@@ -157,7 +161,7 @@ def with_scale_state(opt_state: Any, state: ScaleState) -> Any:
         >>> ls.get_scale(state)
         Array(512., dtype=float32)
     """
-    _the_one(opt_state)
+    _find_only_state(opt_state)
     if not isinstance(state, ScaleState):
         message = (
             f"The new state is a {type(state).__name__}, expected a ScaleState, such "
@@ -168,32 +172,34 @@ def with_scale_state(opt_state: Any, state: ScaleState) -> Any:
     def replace(node: Any) -> Any:
         return node._replace(scale_state=state) if _is_state(node) else node
 
-    return jax.tree.map(replace, opt_state, is_leaf=_is_state)
+    new_state: State = jax.tree.map(replace, opt_state, is_leaf=_is_state)
+    return new_state
 
 
-def _is_state(node: Any) -> bool:
+def _is_state(node: object) -> bool:
     return isinstance(node, LossScaledState)
 
 
-def _the_one(opt_state: Any) -> LossScaledState:
-    """Return the only `LossScaledState` of a nest."""
-    found = find_states(opt_state)
-    if len(found) == 1:
-        return found[0]
-    if found:
+def _find_only_state(opt_state: PyTree) -> LossScaledState:
+    """Return the only `LossScaledState` in nested optimizer states, or raise."""
+    states = find_states(opt_state)
+    if len(states) == 1:
+        return states[0]
+    if states:
         message = (
-            f"The optimizer state holds {len(found)} loss scales, expected one. Pick "
-            "the one that belongs to the loss: find_states(opt_state)[i]."
+            f"The optimizer state contains {len(states)} loss scales, expected one. "
+            "Select the one that belongs to the loss: find_states(opt_state)[i]."
         )
     else:
         message = (
-            f"The {type(opt_state).__name__} holds no LossScaledState. Pass the state "
-            "of an optimizer made by loss_scaled; a checkpoint read as plain "
-            "dictionaries must be restored into one first."
+            f"The {type(opt_state).__name__} contains no LossScaledState. Pass the "
+            "state of an optimizer that loss_scaled returned; a checkpoint loaded as "
+            "plain dictionaries must be restored into such a state first."
         )
     raise StateError(message)
 
 
-def _array(value: Any) -> Array:
-    """Return an array, out of the variable that flax's nnx wraps it in."""
-    return value.get_value() if hasattr(value, "get_value") else value
+def _unwrap(value: Any) -> jax.Array:
+    """Return an array, without the variable in which flax's nnx wraps it."""
+    array: jax.Array = value.get_value() if hasattr(value, "get_value") else value
+    return array

@@ -1,4 +1,4 @@
-"""Equinox modules, Haiku transforms and plain functions, trained with the verbs."""
+"""Equinox modules, Haiku transforms and plain functions, trained with loss scaling."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ jnp = jax.numpy
 
 from helpers.trees import check_same  # noqa: E402
 
-import lossscale.jax as verbs  # noqa: E402
+import lossscale.jax as lsj  # noqa: E402
 import lossscale.optax as ls  # noqa: E402
 from lossscale import Dynamic, Fixed  # noqa: E402
 
@@ -17,38 +17,35 @@ POLICY = Dynamic(init_scale=2.0**40, growth_interval=10)
 """It starts so high that the first float16 gradients overflow."""
 
 
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    # Neither Equinox, Haiku nor optax keep to strict promotion.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# Neither Equinox, Haiku nor optax supports strict promotion.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def batch():
+def make_batch():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(16, 4)), jnp.float32)
     return x, jnp.sum(x, axis=1, keepdims=True)
 
 
-def half(tree):
+def to_float16(tree):
     """Return a tree with its float32 arrays in float16."""
 
     def cast(leaf):
-        is_wide = isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32
-        return leaf.astype(jnp.float16) if is_wide else leaf
+        is_float32 = isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32
+        return leaf.astype(jnp.float16) if is_float32 else leaf
 
     return jax.tree.map(cast, tree)
 
 
 def check_training(step, params, state, arrays=lambda params: params):
-    """Raise unless a step skips at first, stands still then, and learns after."""
+    """Raise unless early steps are skipped without a trace, and later ones learn."""
     losses, skipped = [], 0
     for _ in range(60):
         before = params, state
-        params, state, value = step(params, state, *batch())
+        params, state, value = step(params, state, *make_batch())
         losses.append(float(value))
-        (found,) = ls.find_states(state)
-        if not found.last_finite:
+        (scaled_state,) = ls.find_states(state)
+        if not scaled_state.last_finite:
             skipped += 1
             check_same(arrays(before[0]), arrays(params))
             check_same(before[1].inner_state, state.inner_state)
@@ -66,8 +63,8 @@ def test_plain_functions_train():
     }
 
     def loss(params, x, y):
-        weights = half(params)
-        hidden = jax.nn.relu(half(x) @ weights["first"])
+        weights = to_float16(params)
+        hidden = jax.nn.relu(to_float16(x) @ weights["first"])
         return jnp.mean(((hidden @ weights["second"]).astype(jnp.float32) - y) ** 2)
 
     @jax.jit
@@ -90,12 +87,12 @@ def test_haiku_transforms_train():
         haiku.transform(lambda x: haiku.nets.MLP([8, 1])(x))  # noqa: PLW0108
     )
     optimizer = ls.loss_scaled(optax.adam(0.02), POLICY)
-    params = model.init(jax.random.key(0), batch()[0])
+    params = model.init(jax.random.key(0), make_batch()[0])
 
     @jax.jit
     def step(params, state, x, y):
         def scaled(params):
-            out = model.apply(half(params), half(x))
+            out = model.apply(to_float16(params), to_float16(x))
             value = jnp.mean((out.astype(jnp.float32) - y) ** 2)
             return ls.scale_loss(value, state), value
 
@@ -115,7 +112,7 @@ def test_equinox_modules_train():
     def step(model, state, x, y):
         @equinox.filter_grad(has_aux=True)
         def scaled(model):
-            out = jax.vmap(half(model))(half(x)).astype(jnp.float32)
+            out = jax.vmap(to_float16(model))(to_float16(x)).astype(jnp.float32)
             value = jnp.mean((out - y) ** 2)
             return ls.scale_loss(value, state), value
 
@@ -130,29 +127,29 @@ def test_equinox_modules_train():
     )
 
 
-def test_an_equinox_module_goes_through_the_verbs_with_its_functions():
+def test_the_functional_api_takes_an_equinox_module_with_its_functions():
     equinox = pytest.importorskip("equinox", reason="Equinox is not installed")
     model = equinox.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
-    x, y = batch()
-    state = verbs.init(Fixed(8.0))
+    x, y = make_batch()
+    state = lsj.init(Fixed(8.0))
 
     @equinox.filter_grad
     def scaled(model):
-        return verbs.scale(jnp.mean((jax.vmap(model)(x) - y) ** 2), state)
+        return lsj.scale(jnp.mean((jax.vmap(model)(x) - y) ** 2), state)
 
-    # Where a module has a function or a number, its gradient has None.
-    grads, signal = verbs.unscale(scaled(model), state)
+    # The gradient of a function or a number in a module is None.
+    grads, signal = lsj.unscale(scaled(model), state)
     plain = equinox.filter_grad(lambda m: jnp.mean((jax.vmap(m)(x) - y) ** 2))(model)
     check_same(plain, grads)
-    moved = equinox.apply_updates(model, grads)
-    assert model.activation is verbs.select(signal.finite, moved, model).activation
+    updated = equinox.apply_updates(model, grads)
+    assert model.activation is lsj.select(signal.finite, updated, model).activation
     check_same(
         equinox.filter(model, equinox.is_array),
-        equinox.filter(verbs.select(jnp.bool_(False), moved, model), equinox.is_array),
+        equinox.filter(lsj.select(jnp.bool_(False), updated, model), equinox.is_array),
     )
 
 
-def test_an_equinox_optimizer_state_is_written_to_a_file_and_read_back(tmp_path):
+def test_equinox_saves_an_optimizer_state_to_a_file(tmp_path):
     equinox = pytest.importorskip("equinox", reason="Equinox is not installed")
     optimizer = ls.loss_scaled(optax.adam(0.1), Dynamic())
     params = {"w": jnp.ones(3)}
@@ -163,8 +160,8 @@ def test_an_equinox_optimizer_state_is_written_to_a_file_and_read_back(tmp_path)
     check_same(state, equinox.tree_deserialise_leaves(file, fresh))
 
 
-def test_an_equinox_loop_keeps_no_scale_of_the_first_trace():
-    # Keras's scale_loss, called in a compiled step of one's own, keeps the first one.
+def test_an_equinox_loop_does_not_bake_in_the_first_scale():
+    # Keras's scale_loss in a custom compiled step bakes the first scale in.
     equinox = pytest.importorskip("equinox", reason="Equinox is not installed")
     optimizer = ls.loss_scaled(optax.identity(), Dynamic(init_scale=4.0))
 
@@ -174,9 +171,9 @@ def test_an_equinox_loop_keeps_no_scale_of_the_first_trace():
         return optimizer.update(grads, state)
 
     weight = jnp.float32(1.0)
-    state, seen = optimizer.init(weight), []
+    state, steps = optimizer.init(weight), []
     for factor in (3.0, jnp.inf, 3.0, jnp.inf, 3.0):
         updates, state = step(weight, state, jnp.float32(factor))
-        seen.append((float(updates), float(ls.get_scale(state))))
+        steps.append((float(updates), float(ls.get_scale(state))))
     # Each gradient is 3 whatever the scale is by then.
-    assert [(3.0, 4.0), (0.0, 2.0), (3.0, 2.0), (0.0, 1.0), (3.0, 1.0)] == seen
+    assert [(3.0, 4.0), (0.0, 2.0), (3.0, 2.0), (0.0, 1.0), (3.0, 1.0)] == steps

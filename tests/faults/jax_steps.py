@@ -1,7 +1,7 @@
-"""Ways through a step of JAX and optax with a loss scale: ours, flax's and jmp's.
+"""Training steps in JAX and optax with the loss scales of lossscale, flax and jmp.
 
 Faults are written into the scaled gradients, in the backward pass. A missing gradient
-is one of zeros: JAX has none for a parameter that the loss does not read.
+is zero: JAX returns zeros for a parameter that the loss does not read.
 """
 
 import json
@@ -19,12 +19,12 @@ from lossscale import Dynamic, from_portable, to_portable
 
 RATE = 1e-3
 INTERVAL = 3
-"""Growth so often that, with all the overflows, the scale visits both of its ends."""
+"""So short that the scale reaches both of its bounds despite all the overflows."""
 POLICY = Dynamic(growth_interval=INTERVAL)
 SHAPES = {"a": (5,), "b": (3, 4), "c": (1,)}
 
 
-def clipped(inner):
+def clip(inner):
     return optax.chain(optax.clip_by_global_norm(1.0), inner)
 
 
@@ -37,9 +37,9 @@ OPTIMIZERS = {
     "adam": lambda: optax.adam(RATE),
     "adam, float16 moments": lambda: optax.adam(RATE, mu_dtype=jnp.float16),
     "adam, float16 parameters": lambda: optax.adam(RATE),
-    "adam, clipped by norm": lambda: clipped(optax.adam(RATE)),
+    "adam, clipped by norm": lambda: clip(optax.adam(RATE)),
     "adam, clipped by value": lambda: optax.chain(optax.clip(1.0), optax.adam(RATE)),
-    "adam, clipped, float16 moments": lambda: clipped(
+    "adam, clipped, float16 moments": lambda: clip(
         optax.adam(RATE, mu_dtype=jnp.float16)
     ),
     "adam, MultiSteps": lambda: optax.MultiSteps(
@@ -60,14 +60,14 @@ OPTIMIZERS = {
     "novograd": lambda: optax.novograd(RATE),
     "adan": lambda: optax.adan(RATE),
 }
-WAYS = ("loss_scaled", "value_and_grad")
+METHODS = ("loss_scaled", "value_and_grad")
 CONFIGURATIONS = (
     *(
-        f"{name}: {way}"
+        f"{name}: {method}"
         for name in OPTIMIZERS
-        for way in WAYS
-        # By hand, gradients or moments would have to be cast.
-        if (name, way) != ("adam, float16 parameters", "value_and_grad")
+        for method in METHODS
+        # Without loss_scaled, gradients or moments would have to be cast.
+        if (name, method) != ("adam, float16 parameters", "value_and_grad")
     ),
     "sgd: loss_scaled, cond",
     "adamw: loss_scaled, cond",
@@ -77,13 +77,13 @@ CONFIGURATIONS = (
 
 
 @jax.custom_vjp
-def poison(params, masks, values):
-    """Return parameters whose gradients have other numbers where a mask is set."""
+def inject_faults(params, masks, values):
+    """Return the parameters; their gradients are replaced where a mask is set."""
     del masks, values
     return params
 
 
-def _backward(faults, grads):
+def _replace_grads(faults, grads):
     masks, values = faults
     replaced = jax.tree.map(
         lambda mask, number, grad: jnp.where(mask, number.astype(grad.dtype), grad),
@@ -94,61 +94,65 @@ def _backward(faults, grads):
     return replaced, None, None
 
 
-poison.defvjp(lambda params, *faults: (params, faults), _backward)
+inject_faults.defvjp(lambda params, *faults: (params, faults), _replace_grads)
 
 
-def loss_of(params, slopes, masks, values):
-    """Return a loss whose gradients are the slopes, but for the faults."""
-    params = poison(params, masks, values)
-    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-    return sum(jnp.sum(wide[name] * slopes[name]) for name in SHAPES)
+def compute_loss(params, slopes, masks, values):
+    """Return a loss whose gradients are the slopes, except for the faults."""
+    params = inject_faults(params, masks, values)
+    upcast = _upcast(params)
+    return sum(jnp.sum(upcast[name] * slopes[name]) for name in SHAPES)
 
 
 class LossScaled:
     """`loss_scaled` around the optimizer.
 
-    Every way has a step and, of the state that it returns: whether the step was applied
-    (1 or 0, -1 if it only added up a micro-batch), the optimizer's part, the scale, and
-    the same state as it is after saving and loading.
+    Every method has a step and reads from its state: whether the step was applied (1 or
+    0, -1 if it only added a micro-batch), the optimizer's part, and the scale. `reload`
+    returns the state after saving and loading.
     """
 
     name = "lossscale"
     bounds = POLICY.min_scale, POLICY.max_scale
 
-    def __init__(self, inner, skip="select", around=False):
+    def __init__(self, inner, skip="select", multi_steps=False):
         self._optimizer = lso.loss_scaled(inner, POLICY, skip=skip)
-        if around:
+        if multi_steps:
             self._optimizer = lso.MultiSteps(self._optimizer, 3)
 
     def init(self, params):
         return self._optimizer.init(params)
 
     def step(self, params, state, *batch):
-        grads = jax.grad(lambda p: lso.scale_loss(loss_of(p, *batch), state))(params)
+        grads = jax.grad(lambda p: lso.scale_loss(compute_loss(p, *batch), state))(
+            params
+        )
         updates, state = self._optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    def applied(self, state):
-        (found,) = lso.find_states(state)
+    def read_applied(self, state):
+        (scaled_state,) = lso.find_states(state)
         if isinstance(state, lso.LossScaledState):
-            return found.last_finite
-        return jnp.where(state.mini_step == 0, found.last_finite, -1)
+            return scaled_state.last_finite
+        return jnp.where(state.mini_step == 0, scaled_state.last_finite, -1)
 
-    def optimizer_state(self, state):
-        # Outside of it there are sums of micro-batches, which have the scale, and the
-        # infinity by which their step will be skipped.
-        (found,) = lso.find_states(state)
-        return found.inner_state
+    def read_optimizer_state(self, state):
+        # The outer state has the scaled sums of micro-batches, including the infinity
+        # for which their step will be skipped.
+        (scaled_state,) = lso.find_states(state)
+        return scaled_state.inner_state
 
-    def scale(self, state):
+    def read_scale(self, state):
         return lso.get_scale(state)
 
     def reload(self, state):
-        return lso.with_scale_state(state, _ported(lso.scale_state(state)))
+        return lso.with_scale_state(
+            state, _convert_to_portable_and_back(lso.get_scale_state(state))
+        )
 
 
-def _ported(state):
-    """Return a state of a scale that went through its portable form."""
+def _convert_to_portable_and_back(state):
+    """Return a scale state after conversion to JSON and back."""
     text = json.dumps(to_portable(POLICY, state))
     return ls.init(*from_portable(json.loads(text)))
 
@@ -159,48 +163,48 @@ class ValueAndGrad:
     name = "lossscale"
     bounds = POLICY.min_scale, POLICY.max_scale
 
-    def __init__(self, inner, branches=False):
+    def __init__(self, inner, uses_cond=False):
         self._optimizer = inner
-        self._branches = branches
+        self._uses_cond = uses_cond
 
     def init(self, params):
         return ls.init(POLICY), self._optimizer.init(params), jnp.asarray(True)
 
     def step(self, params, state, *batch):
-        scaling, inner, _ = state
-        found = ls.value_and_grad(loss_of, POLICY)(scaling, params, *batch)
+        scale_state, inner, _ = state
+        result = ls.value_and_grad(compute_loss, POLICY)(scale_state, params, *batch)
 
         def optimize(old, grads):
             params, inner = old
             updates, inner = self._optimizer.update(grads, inner, params)
             return optax.apply_updates(params, updates), inner
 
-        old, finite = (params, inner), found.signal.finite
-        if self._branches:
-            params, inner = ls.apply_if_finite(finite, optimize, old, found.grads)
+        old, finite = (params, inner), result.signal.finite
+        if self._uses_cond:
+            params, inner = ls.apply_if_finite(finite, optimize, old, result.grads)
         else:
-            params, inner = ls.select(finite, optimize(old, found.grads), old)
-        return params, (found.state, inner, finite)
+            params, inner = ls.select(finite, optimize(old, result.grads), old)
+        return params, (result.state, inner, finite)
 
-    def applied(self, state):
+    def read_applied(self, state):
         return state[2]
 
-    def optimizer_state(self, state):
+    def read_optimizer_state(self, state):
         return state[1]
 
-    def scale(self, state):
+    def read_scale(self, state):
         return state[0].scale
 
     def reload(self, state):
-        return _ported(state[0]), *state[1:]
+        return _convert_to_portable_and_back(state[0]), *state[1:]
 
 
-def _widened(params):
-    """Return parameters in float32, as the gradients are that flax and jmp return."""
+def _upcast(params):
+    """Return parameters in float32, the dtype of the gradients of flax and jmp."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
 
 
-class OfFlax(ValueAndGrad):
+class Flax(ValueAndGrad):
     """flax's `DynamicScale`, used as its docstring shows."""
 
     name = "flax DynamicScale"
@@ -212,15 +216,17 @@ class OfFlax(ValueAndGrad):
             scale=jnp.float32(POLICY.init_scale),
             fin_steps=jnp.int32(0),
         )
-        return scaler, self._optimizer.init(_widened(params)), jnp.asarray(True)
+        return scaler, self._optimizer.init(_upcast(params)), jnp.asarray(True)
 
     def step(self, params, state, *batch):
         scaler, inner, _ = state
-        scaler, finite, _, grads = scaler.value_and_grad(loss_of)(params, *batch)
+        scaler, finite, _, grads = scaler.value_and_grad(compute_loss)(params, *batch)
         updates, new = self._optimizer.update(grads, inner, params)
-        moved = optax.apply_updates(params, updates), new
+        updated = optax.apply_updates(params, updates), new
         params, inner = jax.tree.map(
-            lambda one, other: jnp.where(finite, one, other), moved, (params, inner)
+            lambda new_leaf, old_leaf: jnp.where(finite, new_leaf, old_leaf),
+            updated,
+            (params, inner),
         )
         return params, (scaler, inner, finite)
 
@@ -228,19 +234,19 @@ class OfFlax(ValueAndGrad):
         return state
 
 
-class OfJmp(OfFlax):
+class Jmp(Flax):
     """jmp's `DynamicLossScale`, `all_finite` and `select_tree`."""
 
     name = "jmp DynamicLossScale"
 
     def init(self, params):
         numbers = jnp.float32(POLICY.init_scale), jnp.int32(0)
-        return numbers, self._optimizer.init(_widened(params)), jnp.asarray(True)
+        return numbers, self._optimizer.init(_upcast(params)), jnp.asarray(True)
 
     def step(self, params, state, *batch):
         numbers, inner, _ = state
         scaler = jmp.DynamicLossScale(*numbers, period=INTERVAL)
-        grads = jax.grad(lambda p: scaler.scale(loss_of(p, *batch)))(params)
+        grads = jax.grad(lambda p: scaler.scale(compute_loss(p, *batch)))(params)
         grads = scaler.unscale(grads)
         finite = jmp.all_finite(grads)
         params, inner = self._apply(finite, grads, params, inner)
@@ -249,15 +255,15 @@ class OfJmp(OfFlax):
 
     def _apply(self, finite, grads, params, inner):
         updates, new = self._optimizer.update(grads, inner, params)
-        moved = optax.apply_updates(params, updates), new
-        return jmp.select_tree(finite, moved, (params, inner))
+        updated = optax.apply_updates(params, updates), new
+        return jmp.select_tree(finite, updated, (params, inner))
 
-    def scale(self, state):
+    def read_scale(self, state):
         return state[0][0]
 
 
-class OfOptax(OfJmp):
-    """jmp's scale around `optax.apply_if_finite`: optax has no scale of its own."""
+class JmpAndApplyIfFinite(Jmp):
+    """jmp's scale with `optax.apply_if_finite`: optax has no loss scale."""
 
     name = "jmp and optax.apply_if_finite"
 
@@ -268,19 +274,19 @@ class OfOptax(OfJmp):
         updates, inner = self._optimizer.update(grads, inner, params)
         return optax.apply_updates(params, updates), inner
 
-    def optimizer_state(self, state):
+    def read_optimizer_state(self, state):
         return state[1].inner_state
 
 
 def make(configuration: str, *, own: bool):
-    """Return the way through a step that a configuration names."""
-    name, way = configuration.split(": ")
+    """Return the method of a configuration, or its original with `own`."""
+    name, method = configuration.split(": ")
     inner = OPTIMIZERS[name]()
-    if own and way.endswith("cond"):
-        return OfOptax(inner)
+    if own and method.endswith("cond"):
+        return JmpAndApplyIfFinite(inner)
     if own:
-        return OfJmp(inner) if way.startswith("value") else OfFlax(inner)
-    if way.startswith("value"):
-        return ValueAndGrad(inner, branches=way.endswith("cond"))
-    skip = "cond" if way.endswith("cond") else "select"
-    return LossScaled(inner, skip, around=way.startswith("MultiSteps"))
+        return Jmp(inner) if method.startswith("value") else Flax(inner)
+    if method.startswith("value"):
+        return ValueAndGrad(inner, uses_cond=method.endswith("cond"))
+    skip = "cond" if method.endswith("cond") else "select"
+    return LossScaled(inner, skip, multi_steps=method.startswith("MultiSteps"))

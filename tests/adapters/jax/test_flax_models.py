@@ -12,7 +12,7 @@ from flax import linen, nnx, serialization  # noqa: E402
 from flax.training.train_state import TrainState  # noqa: E402
 from helpers.trees import check_same  # noqa: E402
 
-import lossscale.jax as verbs  # noqa: E402
+import lossscale.jax as lsj  # noqa: E402
 import lossscale.optax as ls  # noqa: E402
 from lossscale import (  # noqa: E402
     Dynamic,
@@ -27,14 +27,11 @@ POLICY = Dynamic(init_scale=2.0**40, growth_interval=10)
 """It starts so high that the first float16 gradients overflow."""
 
 
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    # Neither flax nor optax keep to strict promotion.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# Neither flax nor optax supports strict promotion.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def batch():
+def make_batch():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(16, 4)), jnp.float32)
     return x, jnp.sum(x, axis=1, keepdims=True)
@@ -53,7 +50,7 @@ class State(TrainState):
 
 
 def linen_state():
-    x, _ = batch()
+    x, _ = make_batch()
     variables = Network().init(jax.random.key(0), x)
     return State.create(
         apply_fn=Network().apply,
@@ -74,19 +71,19 @@ def linen_step(state, x, y):
     (_, (value, stats)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
     new = state.apply_gradients(grads=grads, batch_stats=stats)
     finite = new.opt_state.last_finite
-    # The optimizer has skipped already; what it does not know of is chosen here.
-    kept = verbs.select(
+    # The optimizer has skipped the step; select the state it does not contain.
+    kept = lsj.select(
         finite, (new.step, new.batch_stats), (state.step, state.batch_stats)
     )
     return new.replace(step=kept[0], batch_stats=kept[1]), value
 
 
-def test_a_linen_train_state_trains_and_stands_still_on_a_bad_step():
+def test_a_linen_train_state_trains_and_keeps_its_values_on_an_overflow():
     state, losses, skipped = linen_state(), [], 0
     state = state.replace(step=jnp.int32(0))
     for _ in range(60):
         before = state
-        state, value = linen_step(state, *batch())
+        state, value = linen_step(state, *make_batch())
         losses.append(float(value))
         if not state.opt_state.last_finite:
             skipped += 1
@@ -100,16 +97,16 @@ def test_a_linen_train_state_trains_and_stands_still_on_a_bad_step():
     assert 1 == linen_step._cache_size()
 
 
-def test_the_drop_in_replaces_flaxs_scale_in_a_train_state():
+def test_compat_flax_replaces_flaxs_scale_in_a_train_state():
     from flax.training import dynamic_scale
 
-    from lossscale.jax import drop_ins
+    from lossscale.jax.compat import flax as compat_flax
 
     def train(kind):
         class Scaled(TrainState):
             scaler: kind
 
-        x, y = batch()
+        x, y = make_batch()
         model = linen.Dense(1, dtype=jnp.float16)
         state = Scaled.create(
             apply_fn=model.apply,
@@ -135,7 +132,10 @@ def test_the_drop_in_replaces_flaxs_scale_in_a_train_state():
             state = step(state)
         return state
 
-    expected, actual = train(dynamic_scale.DynamicScale), train(drop_ins.DynamicScale)
+    expected, actual = (
+        train(dynamic_scale.DynamicScale),
+        train(compat_flax.DynamicScale),
+    )
     check_same(expected.params, actual.params)
     assert expected.scaler.scale == actual.scaler.scale < 2.0**30
 
@@ -150,18 +150,18 @@ def nnx_model():
 
 @nnx.jit
 def nnx_step(model, optimizer, x, y):
-    scale = ls.scale_state(optimizer)
+    scale = ls.get_scale_state(optimizer)
 
     def loss(model):
         value = jnp.mean((model(x).astype(jnp.float32) - y) ** 2)
-        return verbs.scale(value, scale), value
+        return lsj.scale(value, scale), value
 
     grads, value = nnx.grad(loss, has_aux=True)(model)
     optimizer.update(model, grads)
     return value
 
 
-def test_an_nnx_optimizer_trains_and_stands_still_on_a_bad_step():
+def test_an_nnx_optimizer_trains_and_keeps_its_values_on_an_overflow():
     model = nnx_model()
     optimizer = nnx.Optimizer(
         model, ls.loss_scaled(optax.adam(0.02), POLICY), wrt=nnx.Param
@@ -169,7 +169,7 @@ def test_an_nnx_optimizer_trains_and_stands_still_on_a_bad_step():
     losses, skipped = [], 0
     for _ in range(60):
         before = jax.tree.map(jnp.copy, nnx.as_pure(nnx.state(model)))
-        losses.append(float(nnx_step(model, optimizer, *batch())))
+        losses.append(float(nnx_step(model, optimizer, *make_batch())))
         if not optimizer.opt_state.last_finite[...]:
             skipped += 1
             check_same(before, nnx.as_pure(nnx.state(model)))
@@ -199,36 +199,36 @@ def squared_error(model, x, y):
 
 def evaluate(model):
     model.eval()
-    value = float(squared_error(model, *batch()))
+    value = float(squared_error(model, *make_batch()))
     model.train()
     return value
 
 
-def bad_batch():
-    x, y = batch()
+def make_overflowing_batch():
+    x, y = make_batch()
     return x.at[0, 0].set(jnp.inf), y
 
 
 def test_an_nnx_module_whose_state_would_be_lost_is_refused():
-    """Dropout masks were equal at every step, and batch statistics never moved."""
-    step = verbs.value_and_grad(squared_error, POLICY)
+    """Dropout masks were equal at every step, and batch statistics never changed."""
+    step = lsj.value_and_grad(squared_error, POLICY)
     model = Noisy(nnx.Rngs(0))
     for argument in (model, {"inside": model}):
         with pytest.raises(ContextError, match=r"Noisy .* nnx\.split"):
-            step(verbs.init(POLICY), argument, *batch())
+            step(lsj.init(POLICY), argument, *make_batch())
 
 
 def test_an_nnx_module_of_parameters_alone_is_differentiated():
     model = nnx_model()
-    expected = nnx.grad(squared_error)(model, *batch())
+    expected = nnx.grad(squared_error)(model, *make_batch())
     policy = Fixed(1.0)
-    found = verbs.value_and_grad(squared_error, policy)(
-        verbs.init(policy), model, *batch()
+    result = lsj.value_and_grad(squared_error, policy)(
+        lsj.init(policy), model, *make_batch()
     )
-    expected, actual = (jax.tree.leaves(tree) for tree in (expected, found.grads))
+    expected, actual = (jax.tree.leaves(tree) for tree in (expected, result.grads))
     assert 4 == len(expected) == len(actual)
-    for one, other in zip(expected, actual, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for expected_leaf, actual_leaf in zip(expected, actual, strict=True):
+        np.testing.assert_array_equal(expected_leaf, actual_leaf)
 
 
 def test_a_split_nnx_module_trains_with_its_state_in_value_and_grad():
@@ -243,32 +243,34 @@ def test_a_split_nnx_module_trains_with_its_state_in_value_and_grad():
     @jax.jit
     def step(state, train, x, y):
         params, rest, inner = train
-        found = verbs.value_and_grad(loss, POLICY, has_aux=True)(
+        result = lsj.value_and_grad(loss, POLICY, has_aux=True)(
             state, params, rest, x, y
         )
-        updates, inner = optimizer.update(found.grads, inner, params)
-        new = optax.apply_updates(params, updates), found.value[1], inner
-        return found.state, verbs.select(found.signal.finite, new, train)
+        updates, inner = optimizer.update(result.grads, inner, params)
+        new = optax.apply_updates(params, updates), result.value[1], inner
+        return result.state, lsj.select(result.signal.finite, new, train)
 
-    state, train = verbs.init(POLICY), (params, rest, optimizer.init(params))
+    state, train = lsj.init(POLICY), (params, rest, optimizer.init(params))
     before = evaluate(model)
     counts = []
     for number in range(120):
         previous = train
-        state, train = step(state, train, *(bad_batch() if number == 80 else batch()))
+        state, train = step(
+            state, train, *(make_overflowing_batch() if number == 80 else make_batch())
+        )
         if number == 80:
             check_same(previous[::2], train[::2])
             check_same(previous[1]["norm"], train[1]["norm"])
         counts.append(int(train[1]["dropout"]["rngs"]["count"][...]))
     nnx.update(model, *train[:2])
     assert evaluate(model) < 0.2 * before
-    # Random numbers of its own at every step that was applied.
+    # New random numbers at every step that was applied.
     assert list(range(1, counts[-1] + 1)) == sorted({*counts} - {0})
     assert np.all(model.norm.mean[...] != 0)
 
 
-def test_batch_statistics_are_held_beside_an_nnx_optimizer():
-    """An infinite batch left NaN in them for ever."""
+def test_batch_statistics_are_selected_alongside_an_nnx_optimizer():
+    """An infinite batch left NaN in them permanently."""
     model = Noisy(nnx.Rngs(0))
     optimizer = nnx.Optimizer(
         model, ls.loss_scaled(optax.adam(0.02), POLICY), wrt=nnx.Param
@@ -277,19 +279,23 @@ def test_batch_statistics_are_held_beside_an_nnx_optimizer():
     @nnx.jit
     def step(model, optimizer, x, y):
         statistics = nnx.as_pure(nnx.state(model, nnx.BatchStat))
-        scale = ls.scale_state(optimizer)
+        scale = ls.get_scale_state(optimizer)
 
         def loss(model):
-            return verbs.scale(squared_error(model, x, y), scale)
+            return lsj.scale(squared_error(model, x, y), scale)
 
         optimizer.update(model, nnx.grad(loss)(model))
         new = nnx.as_pure(nnx.state(model, nnx.BatchStat))
         finite = optimizer.opt_state.last_finite[...]
-        nnx.update(model, verbs.select(finite, new, statistics))
+        nnx.update(model, lsj.select(finite, new, statistics))
 
     before = evaluate(model)
     for number in range(120):
-        step(model, optimizer, *(bad_batch() if number == 80 else batch()))
+        step(
+            model,
+            optimizer,
+            *(make_overflowing_batch() if number == 80 else make_batch()),
+        )
         assert all(
             np.isfinite(x).all()
             for x in jax.tree.leaves(nnx.state(model, nnx.BatchStat))
@@ -303,7 +309,7 @@ def test_two_states_of_one_nnx_module_are_refused_by_select():
     model(jnp.full((2, 4), jnp.inf))
     new = nnx.state(model, nnx.BatchStat)
     with pytest.raises(StructureError, match=r"nnx\.as_pure"):
-        verbs.select(jnp.bool_(False), new, old)
+        lsj.select(jnp.bool_(False), new, old)
 
 
 def test_an_nnx_optimizers_scale_becomes_portable():
@@ -311,31 +317,31 @@ def test_an_nnx_optimizers_scale_becomes_portable():
     optimizer = nnx.Optimizer(
         model, ls.loss_scaled(optax.sgd(0.1), POLICY), wrt=nnx.Param
     )
-    nnx_step(model, optimizer, *batch())
-    portable = to_portable(POLICY, ls.scale_state(optimizer))
+    nnx_step(model, optimizer, *make_batch())
+    portable = to_portable(POLICY, ls.get_scale_state(optimizer))
     assert (POLICY, ScaleState(2.0**39, 0, 0)) == from_portable(portable)
 
 
-def test_flax_saves_an_optimizer_state_as_bytes_and_reads_it_back():
+def test_flax_serializes_an_optimizer_state_as_bytes():
     fresh = state = linen_state().replace(step=jnp.int32(0))
     for _ in range(30):
-        state, _ = linen_step(state, *batch())
+        state, _ = linen_step(state, *make_batch())
     data = serialization.to_bytes(state)
     restored = serialization.from_bytes(fresh, data)
     check_same(state.opt_state, jax.tree.map(jnp.asarray, restored.opt_state))
-    check_same(linen_step(state, *batch()), linen_step(restored, *batch()))
+    check_same(linen_step(state, *make_batch()), linen_step(restored, *make_batch()))
     named = serialization.to_state_dict(state)["opt_state"]["scale_state"]
     assert set(ScaleState._fields) == set(named)
 
 
 def test_flax_saves_a_bare_scale_state():
-    state = verbs.init(POLICY, ScaleState(8.0, 3, 0))
+    state = lsj.init(POLICY, ScaleState(8.0, 3, 0))
     data = serialization.to_bytes(state)
-    restored = serialization.from_bytes(verbs.init(POLICY), data)
+    restored = serialization.from_bytes(lsj.init(POLICY), data)
     check_same(state, jax.tree.map(jnp.asarray, restored))
 
 
-def test_state_of_float8_layers_goes_past_the_scale():
+def test_state_of_float8_layers_is_not_unscaled():
     state = TrainState.create(
         apply_fn=None,
         params={

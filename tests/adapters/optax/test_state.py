@@ -1,4 +1,4 @@
-"""Reading the scale out of nested optimizer states, and putting one in."""
+"""Reading and replacing the scale in nested optimizer states."""
 
 import json
 from typing import NamedTuple
@@ -25,24 +25,24 @@ class TrainState(NamedTuple):
     opt_state: tuple
 
 
-def nested():
-    """An optimizer whose loss scale is four wrappers deep."""
+def make_nested():
+    """Return an optimizer whose loss scale is four wrappers deep."""
     optimizer = ls.loss_scaled(optax.adam(0.1), Dynamic(init_scale=32.0))
     optimizer = optax.masked(optax.chain(optimizer, optax.identity()), {"w": True})
     optimizer = optax.MultiSteps(optimizer, 2).gradient_transformation()
     return optax.chain(optax.identity(), optimizer)
 
 
-def test_the_scale_is_found_however_deep_it_is():
-    state = nested().init(PARAMS)
+def test_the_scale_is_found_at_any_depth():
+    state = make_nested().init(PARAMS)
     assert 32.0 == ls.get_scale(state)
     assert 32.0 == ls.get_scale(TrainState(0, PARAMS, state))
-    assert (32.0, 0, 0) == ls.scale_state(state)
+    assert (32.0, 0, 0) == ls.get_scale_state(state)
     assert 1 == len(ls.find_states(state))
 
 
-def test_a_loss_is_scaled_by_the_live_scale_not_by_one_that_was_compiled_in():
-    # Keras's scale_loss in a compiled step of one's own keeps the first scale.
+def test_a_loss_is_scaled_by_the_current_scale_not_by_a_constant():
+    # Keras's scale_loss in a custom compiled step bakes the first scale in.
     optimizer = ls.loss_scaled(optax.sgd(0.0), Dynamic(init_scale=8.0))
     state = optimizer.init(PARAMS)
     scaled = jax.jit(lambda state: ls.scale_loss(jnp.float32(3.0), state))
@@ -64,35 +64,35 @@ def test_a_loss_of_integers_is_refused():
         ls.scale_loss(jnp.int32(2), state)
 
 
-def test_a_state_without_a_scale_is_named():
-    with pytest.raises(StateError, match="holds no LossScaledState"):
+def test_a_state_without_a_scale_is_reported():
+    with pytest.raises(StateError, match="contains no LossScaledState"):
         ls.get_scale(optax.adam(0.1).init(PARAMS))
-    with pytest.raises(StateError, match="dict holds no LossScaledState"):
+    with pytest.raises(StateError, match="dict contains no LossScaledState"):
         ls.scale_loss(jnp.float32(1.0), {"scale": 2.0})
 
 
-def test_a_state_with_several_scales_asks_which():
-    one = ls.loss_scaled(optax.sgd(0.1), Fixed(2.0)).init(PARAMS)
-    two = ls.loss_scaled(optax.sgd(0.1), Fixed(4.0)).init(PARAMS)
+def test_a_state_with_several_scales_is_reported():
+    first = ls.loss_scaled(optax.sgd(0.1), Fixed(2.0)).init(PARAMS)
+    second = ls.loss_scaled(optax.sgd(0.1), Fixed(4.0)).init(PARAMS)
     with pytest.raises(StateError, match="2 loss scales"):
-        ls.get_scale((one, two))
+        ls.get_scale((first, second))
     with pytest.raises(StateError, match="2 loss scales"):
-        ls.with_scale_state((one, two), one.scale_state)
-    assert [2.0, 4.0] == [ls.get_scale(s) for s in ls.find_states((one, two))]
+        ls.with_scale_state((first, second), first.scale_state)
+    assert [2.0, 4.0] == [ls.get_scale(s) for s in ls.find_states((first, second))]
 
 
-def test_a_portable_state_goes_out_and_comes_back_in():
+def test_a_portable_state_is_saved_and_restored():
     policy = Dynamic(init_scale=32.0, growth_interval=10)
     optimizer = optax.chain(ls.loss_scaled(optax.adam(0.1), policy))
     state = optimizer.init(PARAMS)
     for value in (jnp.inf, 1.0, 1.0):
         _, state = optimizer.update({"w": jnp.full(2, value)}, state, PARAMS)
-    text = json.dumps(to_portable(policy, ls.scale_state(state)))
-    read_policy, read = from_portable(json.loads(text))
-    assert policy == read_policy
-    again = optax.chain(ls.loss_scaled(optax.adam(0.1), read_policy))
+    text = json.dumps(to_portable(policy, ls.get_scale_state(state)))
+    loaded_policy, loaded = from_portable(json.loads(text))
+    assert policy == loaded_policy
+    again = optax.chain(ls.loss_scaled(optax.adam(0.1), loaded_policy))
     fresh = again.init(PARAMS)
-    restored = ls.with_scale_state(fresh, lossscale.jax.init(read_policy, read))
+    restored = ls.with_scale_state(fresh, lossscale.jax.init(loaded_policy, loaded))
     check_same(state[0].scale_state, restored[0].scale_state)
     check_same(fresh[0].inner_state, restored[0].inner_state)
 
@@ -103,7 +103,7 @@ def test_a_compiled_step_takes_the_restored_state_without_a_new_trace():
     state = optimizer.init(PARAMS)
     step = jax.jit(optimizer.update)
     step(PARAMS, state, PARAMS)
-    saved = to_portable(policy, ls.scale_state(state))
+    saved = to_portable(policy, ls.get_scale_state(state))
     first = lossscale.jax.init(*from_portable(saved))
     step(PARAMS, ls.with_scale_state(state, first), PARAMS)
     assert 1 == step._cache_size()

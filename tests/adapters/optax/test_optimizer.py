@@ -25,17 +25,17 @@ from lossscale.core.errors import (  # noqa: E402
 SKIPS = pytest.mark.parametrize("skip", ["select", "cond"])
 
 
-def chain():
-    """Clipping, moments and a schedule: all of it must be able to stand still."""
+def make_chain():
+    """Return an optimizer with clipping, moments and a schedule."""
     schedule = optax.linear_schedule(0.1, 0.01, 50)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
 
-def parameters():
+def make_params():
     return {"w": jnp.arange(6, dtype=jnp.float32).reshape(2, 3), "b": jnp.ones(3)}
 
 
-def gradients(seed):
+def make_gradients(seed):
     rng = np.random.default_rng(seed)
     return {
         "w": jnp.asarray(rng.normal(size=(2, 3)), jnp.float32),
@@ -43,11 +43,11 @@ def gradients(seed):
     }
 
 
-def times(tree, factor):
+def multiply(tree, factor):
     return jax.tree.map(lambda leaf: leaf * jnp.float32(factor), tree)
 
 
-def overflowed(tree, value=jnp.inf):
+def make_overflow(tree, value=jnp.inf):
     return tree | {"b": tree["b"].at[1].set(value)}
 
 
@@ -58,15 +58,15 @@ def test_the_check_of_trees_can_fail():
 
 
 @SKIPS
-def test_finite_steps_are_those_of_the_optimizer_inside(skip):
-    inner, params = chain(), parameters()
-    optimizer = ls.loss_scaled(chain(), Fixed(1024.0), skip=skip)
+def test_finite_steps_equal_those_of_the_wrapped_optimizer(skip):
+    inner, params = make_chain(), make_params()
+    optimizer = ls.loss_scaled(make_chain(), Fixed(1024.0), skip=skip)
     expected_state, state = inner.init(params), optimizer.init(params)
     update, inner_update = jax.jit(optimizer.update), jax.jit(inner.update)
     for seed in range(5):
-        grads = gradients(seed)
+        grads = make_gradients(seed)
         expected, expected_state = inner_update(grads, expected_state, params)
-        actual, state = update(times(grads, 1024.0), state, params)
+        actual, state = update(multiply(grads, 1024.0), state, params)
         check_same(expected, actual)
         check_same(expected_state, state.inner_state)
         params = optax.apply_updates(params, actual)
@@ -75,12 +75,12 @@ def test_finite_steps_are_those_of_the_optimizer_inside(skip):
 
 @SKIPS
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
-def test_a_bad_step_changes_nothing_but_the_scale_and_the_counts(skip, value):
-    optimizer = ls.loss_scaled(chain(), Dynamic(init_scale=1024.0), skip=skip)
-    params = parameters()
-    _, before = optimizer.update(gradients(0), optimizer.init(params), params)
+def test_an_overflow_changes_only_the_scale_and_the_counts(skip, value):
+    optimizer = ls.loss_scaled(make_chain(), Dynamic(init_scale=1024.0), skip=skip)
+    params = make_params()
+    _, before = optimizer.update(make_gradients(0), optimizer.init(params), params)
     updates, after = optimizer.update(
-        overflowed(gradients(1), float(value)), before, params
+        make_overflow(make_gradients(1), float(value)), before, params
     )
     check_same(jax.tree.map(jnp.zeros_like, params), updates)
     check_same(before.inner_state, after.inner_state)
@@ -91,21 +91,22 @@ def test_a_bad_step_changes_nothing_but_the_scale_and_the_counts(skip, value):
 @SKIPS
 def test_the_counts_are_those_of_apply_if_finite(skip):
     rng = random.Random(1)
-    params = parameters()
+    params = make_params()
     ours = ls.loss_scaled(optax.adam(0.1), Fixed(1.0), skip=skip)
     theirs = optax.apply_if_finite(optax.adam(0.1), max_consecutive_errors=10**6)
 
     @jax.jit
     def run(flags):
         def step(states, finite):
-            grads = overflowed(gradients(0), jnp.where(finite, 1.0, jnp.nan))
-            updates, mine = ours.update(grads, states[0], params)
-            expected, other = theirs.update(grads, states[1], params)
+            grads = make_overflow(make_gradients(0), jnp.where(finite, 1.0, jnp.nan))
+            our_updates, our_state = ours.update(grads, states[0], params)
+            their_updates, their_state = theirs.update(grads, states[1], params)
             counts = [
                 (s.last_finite, s.notfinite_count, s.total_notfinite)
-                for s in (other, mine)
+                for s in (their_state, our_state)
             ]
-            return (mine, other), (counts[0], counts[1], expected, updates)
+            outputs = *counts, their_updates, our_updates
+            return (our_state, their_state), outputs
 
         first = (ours.init(params), theirs.init(params))
         return jax.lax.scan(step, first, flags)[1]
@@ -124,7 +125,7 @@ def test_the_counts_are_those_of_apply_if_finite(skip):
 
 
 @SKIPS
-def test_the_scale_takes_the_steps_of_the_reference(skip):
+def test_the_scale_follows_the_reference(skip):
     rng = random.Random(2)
     params = jnp.zeros(2)
     for name in ("torch", "flax", "jmp", "megatron", "deepspeed"):
@@ -156,9 +157,9 @@ def test_the_inner_chain_clips_unscaled_gradients():
     check_same(grads, updates)
 
 
-def test_any_policy_draws_the_same_line_through_select_and_cond():
+def test_select_and_cond_give_the_same_steps_with_any_policy():
     rng = random.Random(3)
-    params = parameters()
+    params = make_params()
     for _ in range(2):
         settings = draw(
             rng, growth_interval=(1, 2), hysteresis=(1, 2), init_scale=(1.0, 512.0)
@@ -166,10 +167,12 @@ def test_any_policy_draws_the_same_line_through_select_and_cond():
         flags = jnp.asarray(overflow_pattern(rng, 12))
         results = []
         for skip in ("select", "cond"):
-            optimizer = ls.loss_scaled(chain(), Dynamic(**settings), skip=skip)
+            optimizer = ls.loss_scaled(make_chain(), Dynamic(**settings), skip=skip)
 
             def step(state, finite, optimizer=optimizer):
-                grads = overflowed(gradients(4), jnp.where(finite, 0.5, jnp.inf))
+                grads = make_overflow(
+                    make_gradients(4), jnp.where(finite, 0.5, jnp.inf)
+                )
                 updates, after = optimizer.update(grads, state, params)
                 return after, updates
 
@@ -183,7 +186,7 @@ def test_any_policy_draws_the_same_line_through_select_and_cond():
 
 @SKIPS
 def test_nothing_is_compiled_again_and_buffers_can_be_donated(skip):
-    optimizer = ls.loss_scaled(chain(), Dynamic(growth_interval=2), skip=skip)
+    optimizer = ls.loss_scaled(make_chain(), Dynamic(growth_interval=2), skip=skip)
     traces = []
 
     def step(params, state, grads):
@@ -192,13 +195,15 @@ def test_nothing_is_compiled_again_and_buffers_can_be_donated(skip):
         return optax.apply_updates(params, updates), state
 
     compiled = jax.jit(step, donate_argnums=(0, 1))
-    params = parameters()
+    params = make_params()
     state = optimizer.init(params)
     for seed in range(6):
         old = params, state
-        grads = gradients(seed) if seed % 3 else overflowed(gradients(seed))
+        grads = (
+            make_gradients(seed) if seed % 3 else make_overflow(make_gradients(seed))
+        )
         params, state = compiled(params, state, grads)
-        # jit drops an argument that nothing reads, and does not take its buffer.
+        # jit drops unused arguments, and does not donate their buffers.
         read = (old[0], old[1]._replace(last_finite=None, last_too_large=None))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(read))
     assert [1] == traces
@@ -206,10 +211,10 @@ def test_nothing_is_compiled_again_and_buffers_can_be_donated(skip):
 
 @SKIPS
 def test_the_types_of_the_state_never_change(skip):
-    optimizer = ls.loss_scaled(chain(), Dynamic(), skip=skip)
-    params = parameters()
+    optimizer = ls.loss_scaled(make_chain(), Dynamic(), skip=skip)
+    params = make_params()
     before = optimizer.init(params)
-    _, after = optimizer.update(gradients(0), before, params)
+    _, after = optimizer.update(make_gradients(0), before, params)
     assert jax.tree.map(jax.typeof, before) == jax.tree.map(jax.typeof, after)
     assert "float32[] int32[] int32[]" == " ".join(
         str(jax.typeof(leaf)) for leaf in after.scale_state
@@ -217,7 +222,7 @@ def test_the_types_of_the_state_never_change(skip):
 
 
 @SKIPS
-def test_each_lane_of_a_vmap_has_its_own_scale(skip):
+def test_each_element_of_a_vmap_has_its_own_scale(skip):
     optimizer = ls.loss_scaled(optax.adam(0.1), Dynamic(init_scale=8.0), skip=skip)
     params = jnp.zeros((3, 2))
     states = jax.vmap(optimizer.init)(params)
@@ -250,14 +255,16 @@ def test_moments_of_half_precision_parameters_are_float32(skip, dtype):
     optimizer = ls.loss_scaled(optax.adamw(0.25), Fixed(1024.0), skip=skip)
     params = jnp.array([1.0, 2.0], dtype)
     state = optimizer.init(params)
-    # 2**-20 squared is nothing in float16.
+    # The square of 2**-20 is 0 in float16.
     grads = jnp.full(2, 2.0**-10, dtype)
     updates, after = optimizer.update(grads, state, params)
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, after)
     moments = after.inner_state[0]
     assert (jnp.float32, dtype) == (moments.nu.dtype, updates.dtype)
-    wide, expected = optax.adamw(0.25), params.astype(jnp.float32)
-    _, expected = wide.update(jnp.full(2, 2.0**-20), wide.init(expected), expected)
+    reference, expected = optax.adamw(0.25), params.astype(jnp.float32)
+    _, expected = reference.update(
+        jnp.full(2, 2.0**-20), reference.init(expected), expected
+    )
     check_same(expected, after.inner_state)
 
 
@@ -299,40 +306,42 @@ def test_state_of_float8_layers_is_not_unscaled():
     )
 
 
-def test_a_loss_that_is_not_finite_can_hold_the_scale():
+def test_a_nonfinite_loss_can_hold_the_scale():
     policy = Dynamic(init_scale=8.0, hold_on_nonfinite_loss=True)
     optimizer = ls.loss_scaled(optax.sgd(0.1), policy)
     params = jnp.zeros(2)
     state = optimizer.init(params)
-    bad = jnp.full(2, jnp.nan)
+    nan_grads = jnp.full(2, jnp.nan)
     for loss, scale in ((jnp.nan, 8.0), (1.0, 4.0)):
-        updates, after = optimizer.update(bad, state, params, value=jnp.float32(loss))
+        updates, after = optimizer.update(
+            nan_grads, state, params, value=jnp.float32(loss)
+        )
         assert (scale, False) == (ls.get_scale(after), after.last_finite)
         check_same(jnp.zeros(2), updates)
 
 
 @SKIPS
-def test_extra_arguments_reach_the_optimizer_inside(skip):
+def test_extra_arguments_are_passed_to_the_wrapped_optimizer(skip):
     plateau = optax.contrib.reduce_on_plateau(patience=1, factor=0.5)
     optimizer = ls.loss_scaled(plateau, Fixed(4.0), skip=skip)
     grads, value = jnp.ones(2), jnp.float32(1.0)
     expected_state, state = plateau.init(grads), optimizer.init(grads)
     for _ in range(3):
         expected, expected_state = plateau.update(grads, expected_state, value=value)
-        actual, state = optimizer.update(times(grads, 4.0), state, value=value)
+        actual, state = optimizer.update(multiply(grads, 4.0), state, value=value)
     check_same((expected, expected_state), (actual, state.inner_state))
     assert 1.0 != state.inner_state.scale
 
 
-def test_an_update_asks_the_host_for_nothing():
-    optimizer = ls.loss_scaled(chain(), Dynamic())
-    params = parameters()
+def test_an_update_has_no_host_callback():
+    optimizer = ls.loss_scaled(make_chain(), Dynamic())
+    params = make_params()
     text = str(jax.make_jaxpr(optimizer.update)(params, optimizer.init(params), params))
     assert "callback" not in text
     assert "cond[" not in text
 
 
-def test_random_keys_in_the_inner_state_stand_still():
+def test_random_keys_in_the_inner_state_do_not_change_on_an_overflow():
     for key in (0, jax.random.key(0)):
         noise = optax.add_noise(eta=0.1, gamma=0.5, key=key)
         optimizer = ls.loss_scaled(noise, Dynamic())
@@ -344,8 +353,8 @@ def test_random_keys_in_the_inner_state_stand_still():
 
 
 @SKIPS
-def test_nothing_of_ours_relies_on_implicit_promotion(skip):
-    # Of optax's optimizers only the simple ones do not.
+def test_the_wrapper_does_not_rely_on_implicit_promotion(skip):
+    # Only the simple optimizers of optax do not rely on it.
     optimizer = ls.loss_scaled(optax.sgd(0.5, momentum=0.5), Fixed(8.0), skip=skip)
     params = jnp.ones(2)
     with jax.numpy_dtype_promotion("strict"):
@@ -359,9 +368,9 @@ def test_nothing_of_ours_relies_on_implicit_promotion(skip):
 
 
 def test_init_works_on_shapes_alone():
-    optimizer = ls.loss_scaled(chain())
-    shapes = jax.eval_shape(optimizer.init, parameters())
-    assert jax.tree.structure(optimizer.init(parameters())) == jax.tree.structure(
+    optimizer = ls.loss_scaled(make_chain())
+    shapes = jax.eval_shape(optimizer.init, make_params())
+    assert jax.tree.structure(optimizer.init(make_params())) == jax.tree.structure(
         shapes
     )
 
@@ -374,24 +383,24 @@ def test_init_works_on_shapes_alone():
         ((optax.sgd, Dynamic()), "inner must be an optax optimizer"),
     ],
 )
-def test_wrong_arguments_are_named(arguments, message):
+def test_wrong_arguments_raise_errors_that_name_them(arguments, message):
     with pytest.raises(SettingTypeError, match=message):
         ls.loss_scaled(*arguments)
 
 
-def test_an_unknown_way_to_skip_is_named():
+def test_an_unknown_value_of_skip_is_reported():
     with pytest.raises(SettingError, match="skip must be 'select' or 'cond'"):
         ls.loss_scaled(optax.sgd(0.1), skip="never")
 
 
-def test_a_gradient_of_integers_is_named():
+def test_a_gradient_of_integers_is_reported():
     optimizer = ls.loss_scaled(optax.sgd(0.1))
     params = {"w": jnp.ones(2)}
     with pytest.raises(GradientError, match="'w'"):
         optimizer.update({"w": jnp.arange(2)}, optimizer.init(params), params)
 
 
-def test_an_optimizer_that_changes_its_state_is_named():
+def test_an_optimizer_that_changes_the_dtype_of_its_state_is_reported():
     def update(updates, state, params=None):
         return updates, state.astype(jnp.float16)
 
@@ -401,6 +410,6 @@ def test_an_optimizer_that_changes_its_state_is_named():
         optimizer.update(jnp.ones(2), optimizer.init(jnp.ones(2)))
 
 
-def test_the_default_policy_is_ours():
+def test_the_default_policy_is_dynamic():
     state = ls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
     assert Dynamic().init_scale == ls.get_scale(state)
