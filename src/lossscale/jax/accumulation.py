@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lossscale.core import checks
+from lossscale.core import validation
 from lossscale.core.policies import Policy
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.jax import functional, gradient
@@ -97,7 +97,9 @@ def accumulate_gradients(
         (2.0, True, 4.0, [True, False, True])
     """
     check_policy(policy)
-    drops = checks.choice("on_overflow", on_overflow, ("drop", "skip")) == "drop"
+    drops = (
+        validation.check_choice("on_overflow", on_overflow, ("drop", "skip")) == "drop"
+    )
     positions = normalize_argnums("argnums", argnums)
     split = normalize_argnums("batch_argnums", batch_argnums)
     batch_positions = [split] if isinstance(split, int) else list(split)

@@ -8,15 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core.checks import shown
-from lossscale.core.errors import (
-    GradientError,
-    SettingError,
-    SettingTypeError,
-    StateError,
-)
 from lossscale.core.policies import Policy
 from lossscale.core.state import Array, ScaleState
+from lossscale.core.validation import format_value
+from lossscale.errors import GradientError, SettingError, SettingTypeError, StateError
 
 
 def check_policy(policy: object) -> None:
@@ -24,7 +19,7 @@ def check_policy(policy: object) -> None:
     if isinstance(policy, type) or not isinstance(policy, Policy):
         message = (
             "policy must be a policy, such as lossscale.Dynamic(), got "
-            f"{shown(policy)}."
+            f"{format_value(policy)}."
         )
         raise SettingTypeError(message)
 
@@ -53,7 +48,7 @@ def normalize_argnums(name: str, argnums: Any) -> int | tuple[int, ...]:
     except TypeError:
         message = (
             f"{name} must be a position of an argument, such as 0, or several, such "
-            f"as (0, 1), got {shown(argnums)}."
+            f"as (0, 1), got {format_value(argnums)}."
         )
         raise SettingTypeError(message) from None
 
@@ -84,7 +79,7 @@ def to_flags(finite: Array) -> jax.Array:
         or getattr(jnp.result_type(finite), "kind", "") not in tuple("biuf")
         or (is_concrete and np.isnan(finite).any())
     ):
-        message = f"finite must be one boolean, got {shown(finite)}."
+        message = f"finite must be one boolean, got {format_value(finite)}."
         raise GradientError(message)
     flags = jnp.asarray(finite)
     if flags.dtype == jnp.bool_:
@@ -96,6 +91,6 @@ def to_flag(finite: Array) -> jax.Array:
     """Return one flag as a boolean scalar array, or raise."""
     flags = to_flags(finite)
     if flags.size != 1:
-        message = f"finite must be one boolean, got {shown(finite)}."
+        message = f"finite must be one boolean, got {format_value(finite)}."
         raise GradientError(message)
     return flags.reshape(())

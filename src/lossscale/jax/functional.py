@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core import checks, portable
-from lossscale.core.checks import shown
-from lossscale.core.errors import GradientError
+from lossscale.core import portable, validation
 from lossscale.core.policies import Dynamic, Policy, advance
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.validation import format_value, require_signal
+from lossscale.errors import GradientError
 from lossscale.jax import gradient, selection
 from lossscale.jax.arguments import check_state, to_flag, to_flags
 from lossscale.jax.consensus import count_devices, reduce_signal
@@ -126,7 +126,7 @@ def unscale(
         grads: A pytree of scaled gradients. `None` and `float0` leaves pass through.
         state: The state whose scale multiplied the loss.
         measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
-            "zero_share" and "subnormal_share".
+            "zero_fraction" and "subnormal_fraction".
         axis_name: Inside `shard_map`, `pmap` or `vmap`: the axis, or a tuple of axes,
             whose devices make one decision. The gradients are not reduced: average them
             yourself, before or after. A gradient that cannot be squared after all
@@ -147,7 +147,7 @@ def unscale(
         >>> grads, bool(signal.finite)
         ({'w': Array([2., 1.], dtype=float32)}, True)
     """
-    names = checks.measurements(measure)
+    names = validation.check_measurements(measure)
     unscaled, results, signal = unscale_locally(
         grads,
         state,
@@ -215,9 +215,7 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         >>> ls.update(policy, ls.init(policy), lossscale.Signal(finite=False)).scale
         Array(32768., dtype=float32)
     """
-    if not isinstance(signal, Signal):
-        message = f"signal must be a Signal, such as unscale returns; got {signal!r}."
-        raise GradientError(message)
+    require_signal(signal)
     check_state(state)
     if isinstance(state.scale, (jax.Array, np.ndarray, np.generic)):
         before = _to_arrays(state)
@@ -227,7 +225,7 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
     if finite.shape not in ((), before.scale.shape):
         message = (
             "finite must be one boolean, or one for each scale, got "
-            f"{shown(signal.finite)}. Use the signal that unscale returns."
+            f"{format_value(signal.finite)}. Use the signal that unscale returns."
         )
         raise GradientError(message)
     flags = signal._replace(finite=finite)
@@ -320,13 +318,13 @@ def _to_arrays(state: ScaleState) -> ScaleState:
     """Return a state as strongly typed arrays, whose dtypes no step changes."""
     return ScaleState(
         jnp.asarray(state.scale, jnp.float32),
-        jnp.asarray(state.good, jnp.int32),
-        jnp.asarray(state.bad, jnp.int32),
+        jnp.asarray(state.good_steps, jnp.int32),
+        jnp.asarray(state.bad_steps, jnp.int32),
     )
 
 
 def _saturate_to_float32(number: float) -> float:
     """Return a Python number; infinity if it exceeds float32, which JAX may refuse."""
-    if number > checks.FLOAT32_MAX:
+    if number > validation.FLOAT32_MAX:
         return float("inf")
-    return float("-inf") if number < -checks.FLOAT32_MAX else float(number)
+    return float("-inf") if number < -validation.FLOAT32_MAX else float(number)

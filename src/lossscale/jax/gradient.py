@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core.errors import GradientError
 from lossscale.core.headroom import largest_square
+from lossscale.errors import GradientError
 from lossscale.jax.types import KeyPath, LeafPredicate, PyTree
 
 _OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"

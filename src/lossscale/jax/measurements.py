@@ -35,10 +35,10 @@ def measure(
         "norm": lambda: norm(
             [part for leaf in unscaled for part in gradient.split_complex(leaf)], dtype
         ),
-        "zero_share": lambda: _fraction(
+        "zero_fraction": lambda: _fraction(
             [gradient.get_magnitude_bits(part) == 0 for part in scaled], count
         ),
-        "subnormal_share": lambda: _fraction(
+        "subnormal_fraction": lambda: _fraction(
             [_is_subnormal(part) for part in scaled], count
         ),
     }

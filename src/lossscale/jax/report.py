@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core.checks import shown
-from lossscale.core.errors import StructureError
+from lossscale.core.validation import format_value
+from lossscale.errors import StructureError
 from lossscale.jax import gradient
 from lossscale.jax.consensus import has_axis
 from lossscale.jax.gradient import is_overwrite_with_gradient
@@ -109,7 +109,7 @@ def nonfinite_leaves(
     if finite.shape != (len(paths),):
         message = (
             f"The flags have shape {finite.shape} and the tree has {len(paths)} "
-            f"gradients: {shown(paths)}. Pass the tree that leaf_flags was called with."
+            f"gradients: {format_value(paths)}. Pass the tree that leaf_flags was called with."
         )
         raise StructureError(message)
     kinds = np.select([nan, ~finite, too_large], ["nan", "inf", "too large"], "")

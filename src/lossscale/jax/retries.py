@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lossscale.core import checks
+from lossscale.core import validation
 from lossscale.core.state import ScaleState, Signal
 from lossscale.jax.function_names import copy_name
 from lossscale.jax.selection import select_leaves
@@ -74,7 +74,7 @@ def with_retries(
         >>> float(grads), bool(signal.finite), float(state.scale), int(retries)
         (4.0, True, 8192.0, 3)
     """
-    limit = checks.count("retries", retries)
+    limit = validation.check_count("retries", retries)
 
     @copy_name(step)
     def step_with_retries(
@@ -94,7 +94,7 @@ def with_retries(
         def retry(carry: _Carry) -> _Carry:
             attempts, last_scale, last, _ = carry
             is_probe = attempts == limit
-            lowest = jnp.full_like(last_scale, checks.SMALLEST_NORMAL)
+            lowest = jnp.full_like(last_scale, validation.SMALLEST_NORMAL)
             scale = jnp.where(is_probe, lowest, last.state.scale)
             new = step(last.state._replace(scale=scale), *args, **kwargs)
             return _Carry(

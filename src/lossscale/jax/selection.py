@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core.checks import shown
-from lossscale.core.errors import StructureError
 from lossscale.core.state import Array
+from lossscale.core.validation import format_value
+from lossscale.errors import StructureError
 from lossscale.jax.types import KeyPath, PyTree
 
 
@@ -77,14 +77,15 @@ def check_same_structure(new: PyTree, old: PyTree) -> None:
     only_old = [path for path in old_paths if path not in new_paths]
     if only_new or only_old:
         message = (
-            f"The two structures differ: only the new one has {shown(only_new)}, "
-            f"only the old one {shown(only_old)}."
+            f"The two structures differ: only the new one has "
+            f"{format_value(only_new)}, "
+            f"only the old one {format_value(only_old)}."
         )
     else:
         message = (
             "The two structures have the same leaves and differ in their containers or "
-            f"static parts: {shown(jax.tree.structure(new))} against "
-            f"{shown(jax.tree.structure(old))}."
+            f"static parts: {format_value(jax.tree.structure(new))} against "
+            f"{format_value(jax.tree.structure(old))}."
         )
     raise StructureError(message)
 
@@ -116,8 +117,8 @@ def _select_leaf(
         if type(new) is type(old) and new == old:
             return new
         message = (
-            f"The two leaves at {location} are {shown(new)} and "
-            f"{shown(old)}. Under jit only arrays can be selected: convert the leaves "
+            f"The two leaves at {location} are {format_value(new)} and "
+            f"{format_value(old)}. Under jit only arrays can be selected: convert the leaves "
             "to arrays, or remove them from both trees."
         )
         raise StructureError(message)

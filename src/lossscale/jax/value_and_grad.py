@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lossscale.core import checks
-from lossscale.core.checks import shown
-from lossscale.core.errors import ContextError, GradientError
+from lossscale.core import validation
 from lossscale.core.policies import Policy
 from lossscale.core.state import ScaleState, Signal
+from lossscale.core.validation import format_value
+from lossscale.errors import ContextError, GradientError
 from lossscale.jax import functional
 from lossscale.jax.arguments import (
     check_policy,
@@ -92,11 +92,11 @@ def value_and_grad(
         ...     return (weight * x) ** 2
         >>> step = jax.jit(ls.value_and_grad(loss, policy))
         >>> value, grads, signal, state = step(ls.init(policy), 3.0, 2.0)
-        >>> float(value), float(grads), bool(signal.finite), int(state.good)
+        >>> float(value), float(grads), bool(signal.finite), int(state.good_steps)
         (36.0, 24.0, True, 1)
     """
     check_policy(policy)
-    names = checks.measurements(measure)
+    names = validation.check_measurements(measure)
     positions = normalize_argnums("argnums", argnums)
 
     @copy_name(fun)
@@ -138,7 +138,7 @@ def differentiate_scaled(
     if not any(leaf is not None for tree in trees for leaf in tree.floats):
         message = (
             f"There is nothing to differentiate in the arguments at argnums={argnums}: "
-            f"{shown(tuple(arguments))}. Expected floating-point arrays."
+            f"{format_value(tuple(arguments))}. Expected floating-point arrays."
         )
         raise GradientError(message)
 

@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lossscale.core import checks
-from lossscale.core.errors import SettingError, SettingTypeError, StateError
+from lossscale.core import validation
 from lossscale.core.policies import Dynamic, Policy
+from lossscale.errors import SettingError, SettingTypeError, StateError
 from lossscale.jax import functional
 from lossscale.jax.arguments import check_policy
 from lossscale.jax.consensus import reduce_signal
@@ -107,7 +107,7 @@ def loss_scaled(
         policy=policy,
         axis_name=axis_name,
         passthrough=is_overwrite_with_gradient if passthrough is None else passthrough,
-        uses_cond=checks.choice("skip", skip, ("select", "cond")) == "cond",
+        uses_cond=validation.check_choice("skip", skip, ("select", "cond")) == "cond",
     )
     return optax.GradientTransformationExtraArgs(wrapper.init, wrapper.update)
 
@@ -192,7 +192,7 @@ def _check_optimizer(inner: object) -> None:
     ):
         message = (
             "inner must be an optax optimizer, such as optax.adam(1e-3), got "
-            f"{checks.shown(inner)}."
+            f"{validation.format_value(inner)}."
         )
         raise SettingTypeError(message)
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from lossscale.core.errors import StateError
 from lossscale.core.state import ScaleState
+from lossscale.errors import StateError
 from lossscale.jax import functional
 from lossscale.jax.export import register_tuple
 from lossscale.jax.types import PyTree
@@ -90,7 +90,7 @@ def get_scale_state(opt_state: PyTree) -> ScaleState:
         >>> optimizer = optax.chain(ls.loss_scaled(optax.adam(0.1), policy))
         >>> state = optimizer.init(jnp.ones(2))
         >>> lossscale.to_portable(policy, ls.get_scale_state(state))["state"]
-        {'scale': 8.0, 'good': 0, 'bad': 0}
+        {'scale': 8.0, 'good_steps': 0, 'bad_steps': 0}
     """
     state = _find_only_state(opt_state).scale_state
     return ScaleState(*(_unwrap(value) for value in state))
@@ -154,7 +154,7 @@ def with_scale_state(opt_state: State, state: ScaleState) -> State:
         >>> import lossscale, lossscale.jax, lossscale.optax as ls
         >>> policy = lossscale.Dynamic()
         >>> optimizer = ls.loss_scaled(optax.adam(0.1), policy)
-        >>> saved = lossscale.ScaleState(scale=512.0, good=7, bad=0)
+        >>> saved = lossscale.ScaleState(scale=512.0, good_steps=7, bad_steps=0)
         >>> state = ls.with_scale_state(
         ...     optimizer.init(jnp.ones(2)), lossscale.jax.init(policy, saved)
         ... )

@@ -9,7 +9,7 @@ import numpy as np  # noqa: E402
 
 import lossscale.jax as ls  # noqa: E402
 from lossscale import Dynamic  # noqa: E402
-from lossscale.core.errors import SettingError, SettingTypeError  # noqa: E402
+from lossscale.errors import SettingError, SettingTypeError  # noqa: E402
 
 POLICY = Dynamic(init_scale=2.0**10, growth_interval=100)
 
@@ -55,7 +55,7 @@ def test_micro_batches_that_overflow_are_dropped_and_lower_the_scale(nonfinite, 
     assert np.mean(x[finite]) == result.value
     assert bool(result.signal.finite)
     assert [row in finite for row in range(4)] == result.used.tolist()
-    assert (2.0**9, 0) == (result.state.scale, result.state.good)
+    assert (2.0**9, 0) == (result.state.scale, result.state.good_steps)
 
 
 def test_one_overflow_skips_the_whole_step_with_on_overflow_skip():
@@ -77,7 +77,7 @@ def test_the_largest_squarable_gradients_are_summed():
     result = run(np.full((4, 2), 1.8e19, np.float32), policy=Dynamic(init_scale=1.0))
     assert [True] * 4 == result.used.tolist()
     assert np.float32(1.8e19) == result.grads
-    assert (True, 1) == (bool(result.signal.finite), result.state.good)
+    assert (True, 1) == (bool(result.signal.finite), result.state.good_steps)
 
 
 def test_float16_gradients_are_summed_in_float32():
@@ -178,7 +178,7 @@ def test_it_is_traced_once():
     for _ in range(3):
         state = step(state, jnp.float32(1.0), make_batches()).state
     assert [1] == traces
-    assert 3 == state.good
+    assert 3 == state.good_steps
 
 
 def test_wrong_arguments_raise_errors_that_name_them():

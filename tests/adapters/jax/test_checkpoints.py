@@ -24,8 +24,8 @@ from lossscale import (  # noqa: E402
     presets,
     to_portable,
 )
-from lossscale.core.converters import from_library  # noqa: E402
-from lossscale.core.errors import StateError  # noqa: E402
+from lossscale.convert import from_library  # noqa: E402
+from lossscale.errors import StateError  # noqa: E402
 from lossscale.jax.compat import flax as compat_flax  # noqa: E402
 from lossscale.jax.compat import jmp as compat_jmp  # noqa: E402
 
@@ -179,6 +179,6 @@ def test_the_state_of_jmp_or_flax_is_converted(library):
     values = {name: getattr(scaler, name) for name in names}
     policy, state = from_library(library, values)
     assert ScaleState(8.0, 2, 0) == state
-    assert presets.get(library).late_growth == policy.late_growth
+    assert presets.get(library).growth_delay == policy.growth_delay
     after = lsj.update(policy, lsj.init(policy, state), Signal(finite=False))
     check_same(next_scale, after.scale)

@@ -8,7 +8,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import lossscale.jax as ls  # noqa: E402
 from lossscale import Dynamic, Fixed  # noqa: E402
-from lossscale.core.errors import LossScaleError  # noqa: E402
+from lossscale.errors import LossScaleError  # noqa: E402
 
 
 def compute_loss(weight, x):
@@ -34,7 +34,7 @@ def run(policy, x, retries, state=None):
 
 def test_a_finite_step_is_not_retried():
     result = run(Dynamic(init_scale=2.0**10), 4.0, 5)
-    assert (4.0, 0, 1) == (result.grads, result.retries, result.state.good)
+    assert (4.0, 0, 1) == (result.grads, result.retries, result.state.good_steps)
     assert 2.0**10 == result.state.scale
 
 

@@ -8,6 +8,6 @@ pytest.importorskip("flax", reason="flax is not installed")
 
 
 def test_float16_learns_with_a_dynamic_scale_only():
-    runs, others = run_example("optax")
+    runs, others = run_example("train_optax")
     check_the_story(runs)
     assert ["step 200: skipped"] == others

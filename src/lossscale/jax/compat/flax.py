@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lossscale.core import checks, presets
+from lossscale import presets
+from lossscale.core import validation
 from lossscale.core.policies import Dynamic
 from lossscale.core.state import Array
 from lossscale.jax import functional
@@ -69,7 +70,7 @@ class DynamicScale:
     """Finite steps counted towards the next growth."""
     scale: Array = 65536.0
     """The scale, converted to float32."""
-    minimum_scale: float | None = checks.SMALLEST_NORMAL
+    minimum_scale: float | None = validation.SMALLEST_NORMAL
     """The minimum; `None` and anything below 2**-126 count as that."""
 
     def __post_init__(self) -> None:
@@ -133,7 +134,7 @@ class DynamicScale:
             next_state = functional.update(self._make_policy(), state, signal)
             return DynamicScaleResult(
                 dynamic_scale=self.replace(
-                    fin_steps=next_state.good, scale=next_state.scale
+                    fin_steps=next_state.good_steps, scale=next_state.scale
                 ),
                 finite=signal.finite,
                 aux=(loss, aux) if has_aux else loss,
@@ -156,7 +157,7 @@ def _make_policy(
     growth: float, backoff: float, interval: int, minimum: float
 ) -> Dynamic:
     # The caller provides the first scale, which may be below the minimum.
-    minimum = max(minimum, checks.SMALLEST_NORMAL)
+    minimum = max(minimum, validation.SMALLEST_NORMAL)
     return presets.get(
         "flax",
         init_scale=minimum,

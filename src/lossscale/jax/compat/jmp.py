@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core import checks, headroom, presets
-from lossscale.core.checks import shown
-from lossscale.core.errors import GradientError
+from lossscale import presets
+from lossscale.core import headroom, validation
 from lossscale.core.policies import Dynamic
 from lossscale.core.state import Array, Signal
+from lossscale.core.validation import format_value
+from lossscale.errors import GradientError
 from lossscale.jax import functional, gradient, selection
 from lossscale.jax.compat import pytree
 from lossscale.jax.types import PyTree
@@ -82,7 +83,7 @@ class StaticLossScale:
         """Validate the scale, unless it is being traced."""
         if isinstance(self.loss_scale, jax.core.Tracer):
             return
-        checks.scale("loss_scale", pytree.to_python_number(self.loss_scale))
+        validation.check_scale("loss_scale", pytree.to_python_number(self.loss_scale))
         if isinstance(self.loss_scale, (jax.Array, np.ndarray)):
             object.__setattr__(self, "loss_scale", np.asarray(self.loss_scale)[()])
 
@@ -164,7 +165,7 @@ class DynamicLossScale:
         # A float16 scale stays where it is if the next one would leave its dtype.
         is_usable = jnp.isfinite(next_scale) & (next_scale > 0)
         scale = jnp.where(is_usable, next_scale, self.loss_scale)
-        return replace(self, loss_scale=scale, counter=next_state.good)
+        return replace(self, loss_scale=scale, counter=next_state.good_steps)
 
     def _make_policy(self) -> Dynamic:
         return _make_policy(self.period, self.factor, self.min_loss_scale)
@@ -201,7 +202,7 @@ def select_tree(pred: Array, a: PyTree, b: PyTree) -> PyTree:
         Array(6, dtype=int32)
     """
     if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
-        message = f"pred is {shown(pred)}, expected boolean scalar."
+        message = f"pred is {format_value(pred)}, expected boolean scalar."
         raise _PredicateError(message)
     selection.check_same_structure(a, b)
     return selection.select_leaves(jnp.asarray(pred), a, b, finite_only=False)
@@ -252,7 +253,7 @@ def _warn_unless_floating(name: str, value: Array) -> None:
 @functools.cache
 def _make_policy(period: int, factor: float, minimum: float) -> Dynamic:
     # The caller provides the first scale, which may be below the minimum.
-    minimum = max(minimum, checks.SMALLEST_NORMAL)
+    minimum = max(minimum, validation.SMALLEST_NORMAL)
     return presets.get(
         "jmp",
         init_scale=minimum,

@@ -2,7 +2,7 @@
 """float16 on eight devices in JAX: one decision for all of them.
 
     pip install 'lossscale[numpy,optax]' orbax-checkpoint
-    python examples/jax_sharded.py
+    python examples/train_jax_sharded.py
 
 The task of `lossscale demo`. Under `jit` arrays are global, and so is the check of the
 gradients. Under `shard_map`, as in step 200, `axis_name` makes all devices skip

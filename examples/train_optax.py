@@ -2,7 +2,7 @@
 """float16 in optax: without a loss scale the network does not learn, with one it does.
 
     pip install 'lossscale[numpy,optax]' flax
-    python examples/optax.py
+    python examples/train_optax.py
 
 The task of `lossscale demo`: eight bias-free layers with weights N(0, 0.02²), trained
 by Muon on 1,437 handwritten digits; a checkpoint half-way, and one infinite loss.
