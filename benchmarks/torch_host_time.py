@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from machine import describe  # noqa: E402
 
-from lossscale.core.errors import CollapseWarning  # noqa: E402
+from lossscale.errors import CollapseWarning  # noqa: E402
 from lossscale.torch import GradScaler  # noqa: E402
 
 SIZES = {"cpu": (10, 150, 2000), "cuda": (16, 300, 2000)}

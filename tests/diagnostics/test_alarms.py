@@ -5,10 +5,10 @@ import random
 import pytest
 
 from lossscale import Dynamic, Fixed
-from lossscale.core.errors import SettingError, SettingTypeError
 from lossscale.diagnostics import AlarmRules, Recorder, StepRecord, read_run
 from lossscale.diagnostics.alarms import KINDS, scan
 from lossscale.diagnostics.records.layout import describe_policy
+from lossscale.errors import SettingError, SettingTypeError
 
 POLICY = describe_policy(Dynamic(growth_interval=100))
 

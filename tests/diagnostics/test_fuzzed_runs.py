@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lossscale.core.errors import StateError
 from lossscale.diagnostics import Recorder, RecordWarning, read_run
 from lossscale.diagnostics.alarms import scan
 from lossscale.diagnostics.records.reader import rollup_path
+from lossscale.errors import StateError
 
 JSON = st.recursive(
     st.none()

@@ -10,10 +10,10 @@ import pytest
 from helpers.limits import HANG_SECONDS
 from helpers.runs import record_run
 
-from lossscale.core.errors import StateError
 from lossscale.diagnostics import Recorder
 from lossscale.diagnostics.live import render_run, sparkline
 from lossscale.diagnostics.records.follower import RunFollower
+from lossscale.errors import StateError
 
 
 @pytest.fixture

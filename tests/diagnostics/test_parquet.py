@@ -7,8 +7,8 @@ import pytest
 from helpers.processes import run_process
 from helpers.runs import record_run
 
-from lossscale.core.errors import MissingPackageError, StateError
 from lossscale.diagnostics import export_parquet, read_run
+from lossscale.errors import MissingPackageError, StateError
 
 
 def test_every_step_is_in_the_file(tmp_path, monkeypatch):

@@ -19,10 +19,10 @@ from helpers.processes import run_process
 import lossscale
 import lossscale.numpy as ls
 from lossscale import Dynamic
-from lossscale.core.errors import SettingError, SettingTypeError, StateError
 from lossscale.diagnostics import Recorder, RecordWarning, StepRecord, read_run
 from lossscale.diagnostics.records.layout import COLUMNS
 from lossscale.diagnostics.records.steps import read_report
+from lossscale.errors import SettingError, SettingTypeError, StateError
 
 
 def lines_of(path):

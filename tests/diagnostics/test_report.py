@@ -13,7 +13,6 @@ from helpers.runs import record_run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lossscale.core.errors import SettingError, StateError
 from lossscale.diagnostics import (
     Recorder,
     build_report,
@@ -29,6 +28,7 @@ from lossscale.diagnostics.report.buckets import fit, from_blocks, from_columns
 from lossscale.diagnostics.report.levels import make_levels
 from lossscale.diagnostics.report.tensors import BROKEN, make_heat_map, outcome
 from lossscale.diagnostics.report.wording import number
+from lossscale.errors import SettingError, StateError
 
 STEPS = 3_000
 

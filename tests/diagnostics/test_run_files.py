@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from lossscale.core.errors import StateError
 from lossscale.diagnostics import Recorder, RecordWarning, measure_tensors, read_run
 from lossscale.diagnostics.records import rollup
 from lossscale.diagnostics.records.reader import rollup_path, scan_run
+from lossscale.errors import StateError
 
 STEPS = 3 * rollup.BLOCK_STEPS + 100
 

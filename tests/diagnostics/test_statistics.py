@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from lossscale.core.errors import GradientError
 from lossscale.diagnostics import exponent_histogram, measure_tensors
 from lossscale.diagnostics.formats import FORMATS, headroom
+from lossscale.errors import GradientError
 
 DTYPES = [np.float16, np.float32, np.float64]
 

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from lossscale.core.errors import SettingTypeError  # noqa: E402
 from lossscale.diagnostics import Recorder, StepRecord, read_run  # noqa: E402
+from lossscale.errors import SettingTypeError  # noqa: E402
 from lossscale.torch import GradScaler  # noqa: E402
 
 INF = float("inf")

@@ -9,7 +9,6 @@ import pytest
 from helpers.limits import HANG_SECONDS
 from helpers.runs import record_run
 
-from lossscale.core.errors import ContextError, MissingPackageError
 from lossscale.diagnostics import Alarm, StepRecord
 from lossscale.diagnostics.loggers import (
     LoggingWriter,
@@ -19,6 +18,7 @@ from lossscale.diagnostics.loggers import (
     WandbWriter,
     WindowWriter,
 )
+from lossscale.errors import ContextError, MissingPackageError
 
 STEPS, EVERY = 230, 50
 # The packages warn of what they import themselves.

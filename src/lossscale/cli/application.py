@@ -17,7 +17,7 @@ from lossscale.cli.presets import presets
 from lossscale.cli.report import report
 from lossscale.cli.simulate import simulate
 from lossscale.cli.watch import watch
-from lossscale.core.errors import LossScaleError
+from lossscale.errors import LossScaleError
 
 
 class _Group(Group):

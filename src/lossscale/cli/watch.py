@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from lossscale.cli.output import kept_warnings
-from lossscale.core.errors import MissingPackageError
+from lossscale.errors import MissingPackageError
 
 
 @click.command()

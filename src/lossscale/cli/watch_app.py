@@ -9,9 +9,9 @@ from textual.containers import VerticalScroll
 from textual.events import Resize
 from textual.widgets import Footer, Static
 
-from lossscale.core.errors import StateError
 from lossscale.diagnostics.live import render_run
 from lossscale.diagnostics.records.follower import RunFollower
+from lossscale.errors import StateError
 
 _SECONDS = 1.0
 _MARGIN = 6

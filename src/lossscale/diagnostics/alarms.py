@@ -25,10 +25,10 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
-from lossscale.core import checks
-from lossscale.core.errors import SettingError
+from lossscale.core import validation
 from lossscale.diagnostics.formats import FORMATS
 from lossscale.diagnostics.records.steps import StepRecord
+from lossscale.errors import SettingError
 
 KINDS = ("back-offs", "floor", "nan", "headroom", "norm")
 """Every kind of alarm."""
@@ -93,10 +93,10 @@ class AlarmRules:
             ),
             "horizon",
         ):
-            checks.count(name, getattr(self, name))
+            validation.check_count(name, getattr(self, name))
         if self.window is not None:
-            checks.count("window", self.window)
-        checks.above_one("trend_ratio", self.trend_ratio)
+            validation.check_count("window", self.window)
+        validation.check_above_one("trend_ratio", self.trend_ratio)
         if self.trend_window < _LEAST_TREND:
             message = (
                 f"trend_window must be {_LEAST_TREND} or more, got {self.trend_window}."

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lossscale.core.errors import GradientError
 from lossscale.diagnostics.formats import FORMATS, NumberFormat
 from lossscale.diagnostics.records.steps import TensorStatistics
+from lossscale.errors import GradientError
 
 Array = npt.NDArray[Any]
 

@@ -5,9 +5,9 @@ import pytest
 from helpers.keras_backend import QUIET, keras
 
 from lossscale import Dynamic
-from lossscale.core.errors import SettingTypeError
 from lossscale.diagnostics import Recorder, read_run
 from lossscale.diagnostics.loggers import KerasCallback
+from lossscale.errors import SettingTypeError
 from lossscale.keras import LossScaleOptimizer
 
 pytestmark = QUIET

@@ -10,7 +10,7 @@ lost, while a running total and a window's extremes are not.
 import math
 from typing import Any
 
-from lossscale.core import checks
+from lossscale.core import validation
 from lossscale.diagnostics.alarms import Alarm
 from lossscale.diagnostics.records.rollup import Block, summarize
 from lossscale.diagnostics.records.steps import CAUSES, StepRecord, read_report
@@ -47,7 +47,7 @@ class WindowWriter(StepWriter):
             every: How many steps are summed up.
             dtype: The format that gradients are stored in, for the headroom.
         """
-        self._every = checks.count("every", every)
+        self._every = validation.check_count("every", every)
         self._dtype = dtype
         self._records: list[StepRecord] = []
         self._last_scale: float | None = None

@@ -3,11 +3,11 @@
 
 from typing import Any
 
-from lossscale.core.errors import SettingTypeError
 from lossscale.diagnostics.loggers.base import WindowWriter
 from lossscale.diagnostics.loggers.packages import import_package
 from lossscale.diagnostics.loggers.reports import ReportFollower
 from lossscale.diagnostics.records.recorder import Recorder
+from lossscale.errors import SettingTypeError
 
 _Callback: Any = import_package("lightning.pytorch", "LightningCallback").Callback
 

@@ -4,7 +4,7 @@
 import importlib
 from typing import Any
 
-from lossscale.core.errors import MissingPackageError
+from lossscale.errors import MissingPackageError
 
 
 def import_package(name: str, needed_by: str, install: str | None = None) -> Any:

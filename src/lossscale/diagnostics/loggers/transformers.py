@@ -4,11 +4,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lossscale.core.errors import SettingTypeError
 from lossscale.diagnostics.loggers.base import StepWriter
 from lossscale.diagnostics.loggers.packages import import_package
 from lossscale.diagnostics.loggers.reports import ReportFollower
 from lossscale.diagnostics.records.recorder import Recorder
+from lossscale.errors import SettingTypeError
 
 _Callback: Any = import_package("transformers", "TransformersCallback").TrainerCallback
 

@@ -3,10 +3,10 @@
 
 from typing import Any
 
-from lossscale.core.errors import ContextError
 from lossscale.diagnostics.alarms import Alarm
 from lossscale.diagnostics.loggers.base import WindowWriter
 from lossscale.diagnostics.loggers.packages import import_package
+from lossscale.errors import ContextError
 
 
 class WandbWriter(WindowWriter):

@@ -7,7 +7,7 @@ Imports the standard library only.
 import os
 from pathlib import Path
 
-from lossscale.core.errors import SettingError
+from lossscale.errors import SettingError
 
 try:
     import fcntl

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from lossscale.core import checks
-from lossscale.core.errors import SettingTypeError
+from lossscale.core import validation
 from lossscale.diagnostics.formats import FORMATS
 from lossscale.diagnostics.records.layout import (
     COLUMNS,
@@ -22,6 +21,7 @@ from lossscale.diagnostics.records.layout import (
     describe_policy,
     plain_mapping,
 )
+from lossscale.errors import SettingTypeError
 
 _PACKAGES = (
     "lossscale",
@@ -62,7 +62,7 @@ def make_header(
         "name": name,
         "started": round(time.time(), 3),
         "columns": list(COLUMNS),
-        "dtype": checks.choice("dtype", dtype, FORMATS),
+        "dtype": validation.check_choice("dtype", dtype, FORMATS),
         "policy": describe_policy(policy),
         "device": device or platform.processor() or platform.machine(),
         "versions": find_versions(),
@@ -93,7 +93,7 @@ def check_names(names: Iterable[str]) -> list[str]:
         message = (
             "names must be names of tensors in the model's order, such as "
             "[name for name, _ in model.named_parameters()], or a mapping from them to "
-            f"dtypes; got {checks.shown(names)}."
+            f"dtypes; got {validation.format_value(names)}."
         )
         raise SettingTypeError(message)
     return list(dict.fromkeys(listed))
@@ -103,4 +103,7 @@ def check_dtypes(names: Iterable[str] | Mapping[str, str]) -> list[str] | None:
     """Return the dtypes of tensors, in the order of their names, if they are given."""
     if not isinstance(names, Mapping):
         return None
-    return [checks.choice(f"The dtype of {n!r}", d, FORMATS) for n, d in names.items()]
+    return [
+        validation.check_choice(f"The dtype of {n!r}", d, FORMATS)
+        for n, d in names.items()
+    ]

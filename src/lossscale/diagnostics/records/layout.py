@@ -22,14 +22,14 @@ from dataclasses import asdict, is_dataclass
 from math import isfinite
 from typing import Any, TypeAlias
 
-from lossscale.core.checks import shown
-from lossscale.core.errors import StateError
+from lossscale.core.validation import format_value
 from lossscale.diagnostics.records.steps import (
     CAUSES,
     Nonfinite,
     StepRecord,
     TensorStatistics,
 )
+from lossscale.errors import StateError
 
 FORMAT = "lossscale-run/1"
 """The format that this version writes, and the newest that it reads."""
@@ -303,7 +303,7 @@ def check_header(value: Any, path: str) -> dict[str, Any]:
         name, _, number = str(written).partition("/")
         if name == FORMAT.partition("/")[0] and number.isdecimal():
             message = (
-                f"{path} has the format {shown(written)}, and this version reads "
+                f"{path} has the format {format_value(written)}, and this version reads "
                 f"{FORMAT!r}. Upgrade with: pip install --upgrade lossscale"
             )
         else:

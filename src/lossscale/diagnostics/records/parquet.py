@@ -13,10 +13,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lossscale.core.errors import MissingPackageError
 from lossscale.diagnostics.records.layout import encode
 from lossscale.diagnostics.records.reader import read_run
 from lossscale.diagnostics.records.steps import StepRecord
+from lossscale.errors import MissingPackageError
 
 _ROWS = 16_384
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from lossscale.core.errors import StateError
 from lossscale.diagnostics.records.layout import (
     MOST_BYTES,
     Event,
@@ -36,6 +35,7 @@ from lossscale.diagnostics.records.rollup import (
     summarize,
 )
 from lossscale.diagnostics.records.steps import StepRecord
+from lossscale.errors import StateError
 
 OnProgress = Callable[[int, int], object]
 """Called with how many bytes were read, and how many there are."""

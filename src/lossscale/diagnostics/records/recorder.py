@@ -15,11 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from lossscale.core import checks
-from lossscale.core.checks import shown
-from lossscale.core.errors import SettingError, SettingTypeError
-from lossscale.core.portable import plain_number
+from lossscale.core import validation
 from lossscale.core.state import ScaleState, Signal
+from lossscale.core.validation import format_value, plain_number
 from lossscale.diagnostics.alarms import Alarm, AlarmMonitor, AlarmRules
 from lossscale.diagnostics.loggers.base import StepWriter
 from lossscale.diagnostics.loggers.python_logging import LoggingWriter
@@ -33,6 +31,7 @@ from lossscale.diagnostics.records.steps import (
     read_report,
 )
 from lossscale.diagnostics.records.writer import RunWriter
+from lossscale.errors import SettingError, SettingTypeError
 
 OnAlarm: TypeAlias = Callable[[Alarm], object]
 """Called with every alarm."""
@@ -111,12 +110,16 @@ class Recorder:
             StateError: If the file holds something else than a run.
         """
         rank = _check_rank(rank)
-        separate = checks.switch("every_rank", every_rank)
-        seconds = checks.number("flush_seconds", flush_seconds, "0 or more seconds")
+        separate = validation.check_bool("every_rank", every_rank)
+        seconds = validation.check_number(
+            "flush_seconds", flush_seconds, "0 or more seconds"
+        )
         if seconds < 0:
             message = f"flush_seconds must be 0 or more, got {seconds!r}."
             raise SettingError(message)
-        checks.choice("if_exists", if_exists, ("resume", "overwrite", "raise"))
+        validation.check_choice(
+            "if_exists", if_exists, ("resume", "overwrite", "raise")
+        )
         self.statistics_every = _check_step(statistics_every, "statistics_every")
         """Hooks measure every tensor once in so many steps; 0 for never."""
         self.path = _rank_path(Path(path), rank) if separate else Path(path)
@@ -217,7 +220,7 @@ class Recorder:
         )
         if not was_applied:
             record = record._replace(
-                cause=checks.choice("cause", cause or "inf", CAUSES),
+                cause=validation.check_choice("cause", cause or "inf", CAUSES),
                 nonfinite=_check_tensors(nonfinite),
             )
         self._announce(session.add(record, count=step is None))
@@ -388,10 +391,14 @@ def _check_step(value: Any, name: str = "step") -> int:
     """Return a whole number of 0 or more."""
     number = plain_number(value)
     if isinstance(number, bool) or not isinstance(number, int):
-        message = f"{name} must be a whole number, 0 or more, got {shown(value)}."
+        message = (
+            f"{name} must be a whole number, 0 or more, got {format_value(value)}."
+        )
         raise SettingTypeError(message)
     if not 0 <= number < 2**53:
-        message = f"{name} must be a whole number, 0 or more, got {shown(value)}."
+        message = (
+            f"{name} must be a whole number, 0 or more, got {format_value(value)}."
+        )
         raise SettingError(message)
     return number
 
@@ -399,7 +406,7 @@ def _check_step(value: Any, name: str = "step") -> int:
 def _check_scale(value: Any) -> float:
     number = _number("scale", value)
     if number is None or not 0.0 < number < float("inf"):
-        message = f"scale must be a positive number, got {shown(value)}."
+        message = f"scale must be a positive number, got {format_value(value)}."
         raise SettingError(message)
     return number
 
@@ -411,18 +418,20 @@ def _number(name: str, value: Any) -> float | None:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        message = f"{name} must be one number, got {shown(value)}."
+        message = f"{name} must be one number, got {format_value(value)}."
         raise SettingTypeError(message) from None
 
 
 def _check_tensors(nonfinite: Tensors) -> Nonfinite:
     pairs = nonfinite.items() if isinstance(nonfinite, Mapping) else nonfinite
     try:
-        return tuple((str(n), checks.choice("cause", c, CAUSES)) for n, c in pairs)
+        return tuple(
+            (str(n), validation.check_choice("cause", c, CAUSES)) for n, c in pairs
+        )
     except (TypeError, ValueError):
         message = (
             'nonfinite must be pairs of a name and "inf" or "nan", got '
-            f"{shown(nonfinite)}."
+            f"{format_value(nonfinite)}."
         )
         raise SettingTypeError(message) from None
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lossscale.core.errors import LossScaleError
 from lossscale.diagnostics.records.appending import AppendOnlyFile
 from lossscale.diagnostics.records.layout import (
     as_list,
@@ -35,6 +34,7 @@ from lossscale.diagnostics.records.rollup import (
     encode_block,
 )
 from lossscale.diagnostics.records.steps import StepRecord, TensorStatistics
+from lossscale.errors import LossScaleError
 
 
 class RunWriter:

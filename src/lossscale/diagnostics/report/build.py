@@ -5,8 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 
-from lossscale.core import checks
-from lossscale.core.errors import SettingError
+from lossscale.core import validation
 from lossscale.diagnostics.records.reader import OnProgress, read_run
 from lossscale.diagnostics.report.differences import find_differences
 from lossscale.diagnostics.report.markdown import make_markdown
@@ -16,6 +15,7 @@ from lossscale.diagnostics.report.summary import (
     Summary,
     summarize_run,
 )
+from lossscale.errors import SettingError
 
 FORMATS = ("html", "md", "json")
 """The formats of a report."""
@@ -49,7 +49,7 @@ def build_report(
         ...     build_report([path], format="md").splitlines()[0]
         '## run'
     """
-    checks.choice("format", format, FORMATS)
+    validation.check_choice("format", format, FORMATS)
     if isinstance(paths, (str, os.PathLike)) or not paths:
         message = f"paths must be one or more files in a list, got {paths!r}."
         raise SettingError(message)

@@ -16,7 +16,6 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from lossscale.core.errors import StateError
 from lossscale.diagnostics.formats import FORMATS
 from lossscale.diagnostics.records.reader import RunFile
 from lossscale.diagnostics.report import sections
@@ -30,6 +29,7 @@ from lossscale.diagnostics.report.tensors import (
     make_histograms,
 )
 from lossscale.diagnostics.report.wording import encodable
+from lossscale.errors import StateError
 
 MOST_BYTES = 1_500_000
 """How large a page may be."""

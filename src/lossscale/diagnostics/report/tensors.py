@@ -201,11 +201,11 @@ def make_histograms(run: RunFile, heat_map: HeatMap | None) -> Histograms | None
     sizes = np.zeros((len(samples), len(names) + 1))
     zeros = np.zeros_like(sizes)
     for i, sample in enumerate(samples):
-        for name, size, _, zero_share, _, start, bins in sample.tensors:
+        for name, size, _, zero_fraction, _, start, bins in sample.tensors:
             for j in {0, positions.get(name, 0)}:
                 counts[i, j, start - first : start - first + len(bins)] += bins
                 sizes[i, j] += size
-                zeros[i, j] += round(zero_share * size)
+                zeros[i, j] += round(zero_fraction * size)
     return Histograms(
         steps=[sample.step for sample in samples],
         scales=[sample.scale for sample in samples],
