@@ -19,6 +19,7 @@ from sphinx.util.inventory import InventoryFile
 # Modules that say in __all__ what is public.
 MODULES = (
     "lossscale",
+    "lossscale.convert",
     "lossscale.numpy",
     "lossscale.torch",
     "lossscale.jax",
@@ -31,15 +32,7 @@ MODULES = (
 
 # Public names of modules that have no __all__.
 OTHERS = {
-    "lossscale.core.presets": ("PRESETS", "Preset", "get"),
-    "lossscale.core.portable": ("load", "save"),
-    "lossscale.core.converters": (
-        "Written",
-        "from_library",
-        "recognise",
-        "to_library",
-        "with_scale",
-    ),
+    "lossscale.presets": ("PRESETS", "Preset", "get"),
     "lossscale.core.rule": ("transition",),
 }
 
@@ -49,9 +42,9 @@ def public_names():
     names = {f"{module}.{name}" for module, known in OTHERS.items() for name in known}
     for module in MODULES:
         names |= {f"{module}.{name}" for name in exported(module)}
-    errors = vars(importlib.import_module("lossscale.core.errors"))
+    errors = vars(importlib.import_module("lossscale.errors"))
     names |= {
-        f"lossscale.core.errors.{name}"
+        f"lossscale.errors.{name}"
         for name, value in errors.items()
         if isinstance(value, type)
     }

@@ -30,7 +30,7 @@ from lossscale import (
     presets,
     to_portable,
 )
-from lossscale.core.errors import GradientError, LossScaleError, StructureError
+from lossscale.errors import GradientError, LossScaleError, StructureError
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -250,7 +250,7 @@ class VerbConformance:
     def test_the_measurements_are_those_of_numpy(self):
         half = np.array([1e-6, 0.0, 100.0, -200.0], np.float16)
         single = np.array([[0.0, 3.0], [4.0, 1e-42]], np.float32)
-        names = ("nan", "amax", "norm", "zero_share", "subnormal_share")
+        names = ("nan", "amax", "norm", "zero_fraction", "subnormal_fraction")
         _, signal = self.unscale([half, single], 8.0, measure=names)
         wide = np.concatenate(
             [half.astype(np.float64), single.ravel().astype(np.float64)]
@@ -261,8 +261,8 @@ class VerbConformance:
         assert expected == pytest.approx(
             self.framework.numpy(signal.norm).item(), rel=1e-6
         )
-        assert 0.25 == self.framework.numpy(signal.zero_share)
-        assert 0.25 == self.framework.numpy(signal.subnormal_share)
+        assert 0.25 == self.framework.numpy(signal.zero_fraction)
+        assert 0.25 == self.framework.numpy(signal.subnormal_fraction)
 
     def test_nan_is_told_from_infinity_and_amax_looks_at_finite_values(self):
         for values, nan in (([np.inf, 3.0], False), ([np.nan, 3.0], True)):

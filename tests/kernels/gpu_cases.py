@@ -18,7 +18,7 @@ import torch
 
 from lossscale import Dynamic, Fixed, Signal, presets
 from lossscale import numpy as ls
-from lossscale.core.checks import FLOAT32_MAX
+from lossscale.core.validation import FLOAT32_MAX
 from lossscale.torch.inspection.request import EPSILON, LIMITS, InspectionRequest
 from lossscale.torch.inspection.summary import (
     AMAX,
@@ -734,7 +734,9 @@ def policies() -> dict[str, Any]:
     return chosen | {
         "fixed": Fixed(1024.0),
         "hysteresis": Dynamic(hysteresis=3, growth_interval=2, init_scale=64.0),
-        "consecutive": Dynamic(hysteresis=2, consecutive=True, growth_interval=3),
+        "consecutive_overflows": Dynamic(
+            hysteresis=2, consecutive_overflows=True, growth_interval=3
+        ),
         "floor held": Dynamic(
             init_scale=8.0, min_scale=3.0, at_min="hold", growth_interval=3
         ),
@@ -756,7 +758,9 @@ def policies() -> dict[str, Any]:
             init_scale=2.0**126, max_scale=FLOAT32_MAX, growth_interval=1
         ),
         "smallest": Dynamic(init_scale=2.0**-125, growth_interval=3),
-        "late": Dynamic(late_growth="first", growth_interval=2, backoff_refills=False),
+        "late": Dynamic(
+            growth_delay="first", growth_interval=2, backoff_resets_hysteresis=False
+        ),
         "held on a bad loss": Dynamic(hold_on_nonfinite_loss=True, growth_interval=2),
     }
 

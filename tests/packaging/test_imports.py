@@ -66,6 +66,15 @@ def test_every_exported_name_exists_and_is_sorted():
             assert getattr(module, name) is not None
 
 
+def test_errors_presets_and_convert_are_modules_of_their_own():
+    from lossscale.convert import from_library
+    from lossscale.errors import StateError
+    from lossscale.presets import get
+
+    modules = [value.__module__ for value in (from_library, StateError, get)]
+    assert ["lossscale.convert", "lossscale.errors", "lossscale.presets"] == modules
+
+
 def test_the_version_is_the_packages():
     from importlib.metadata import version
 
@@ -91,7 +100,7 @@ def test_a_module_without_its_framework_says_what_to_install(module, framework):
     lines = (
         "import sys",
         f"sys.modules['{framework}'] = None  # as if it were not installed",
-        "from lossscale.core.errors import MissingPackageError",
+        "from lossscale.errors import MissingPackageError",
         "try:",
         f"    import lossscale.{module}",
         "except MissingPackageError as error:",

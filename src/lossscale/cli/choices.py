@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from lossscale.core.checks import did_you_mean
+from lossscale.core.validation import did_you_mean
 
 
 class Choice(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 import lossscale.numpy as verbs
-from lossscale.core.errors import SettingError
 from lossscale.core.policies import Dynamic, Fixed, Policy
 from lossscale.demo import muon, network
 from lossscale.demo.data import Digits, load_digits
+from lossscale.errors import SettingError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 import lossscale.numpy as verbs
-from lossscale.core import checks
-from lossscale.core.errors import SettingError
+from lossscale.core import validation
 from lossscale.core.headroom import LARGEST
 from lossscale.core.policies import Dynamic, Fixed, Policy
 from lossscale.core.rule import transition
 from lossscale.core.state import ScaleState, Signal
+from lossscale.errors import SettingError
 
 Flags = npt.NDArray[np.bool_]
 Steps = npt.NDArray[np.int64]
@@ -176,7 +176,7 @@ def _sequence(
             f"{flags.dtype} with shape {flags.shape}."
         )
         raise SettingError(message)
-    largest = LARGEST[checks.choice("dtype", dtype, LARGEST)]
+    largest = LARGEST[validation.check_choice("dtype", dtype, LARGEST)]
     if magnitudes is None:
         return _Sequence(flags, None)
     values = np.asarray(magnitudes)
@@ -225,7 +225,11 @@ def _by_the_rule(
         for value in policy.settings
     )
     first = policy.init()
-    state: tuple[Any, ...] = (np.float32(first.scale), first.good, first.bad)
+    state: tuple[Any, ...] = (
+        np.float32(first.scale),
+        first.good_steps,
+        first.bad_steps,
+    )
     steps = [np.zeros(1, np.int64)]
     scales = [np.array([first.scale], np.float32)]
     skipped = taken = 0

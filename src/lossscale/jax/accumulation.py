@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lossscale.core import checks
+from lossscale.core import validation
 from lossscale.core.policies import Policy
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.jax import leaves, verbs
@@ -94,7 +94,7 @@ def accumulating(
         (2.0, True, 4.0, [True, False, True])
     """
     check_policy(policy)
-    drops = checks.choice("bad", bad, ("drop", "skip")) == "drop"
+    drops = validation.check_choice("bad", bad, ("drop", "skip")) == "drop"
     differentiated = as_places("argnums", argnums)
     cut = as_places("batch_argnums", batch_argnums)
     places = [cut] if isinstance(cut, int) else list(cut)

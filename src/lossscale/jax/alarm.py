@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lossscale.core import checks
-from lossscale.core.errors import CollapseError, CollapseWarning, GradientError
+from lossscale.core import validation
 from lossscale.core.state import Signal
+from lossscale.errors import CollapseError, CollapseWarning, GradientError
 
 
 class _Step(NamedTuple):
@@ -55,9 +55,11 @@ class CollapseAlarm:
         Raises:
             SettingError: If `limit` is not at least 1, or `on_collapse` neither word.
         """
-        self._limit = checks.count("limit", limit)
+        self._limit = validation.check_count("limit", limit)
         choices = ("warn", "raise")
-        self._raises = checks.choice("on_collapse", on_collapse, choices) == "raise"
+        self._raises = (
+            validation.check_choice("on_collapse", on_collapse, choices) == "raise"
+        )
         self._pending: deque[_Step] = deque()
         self._reasons: dict[str, int] = {}
         self._first_scale = 0.0
@@ -77,7 +79,7 @@ class CollapseAlarm:
             GradientError: If `signal` is not a `Signal`.
         """
         if not isinstance(signal, Signal):
-            message = f"signal must be a Signal, got {checks.shown(signal)}."
+            message = f"signal must be a Signal, got {validation.format_value(signal)}."
             raise GradientError(message)
         step = _Step(signal.finite, signal.too_large, signal.loss_finite, scale)
         # Copies: the next step may be allowed to use the memory of the state.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lossscale.core import checks
+from lossscale.core import validation
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.jax.selecting import choose
 from lossscale.jax.signatures import named_like
@@ -72,7 +72,7 @@ def retrying(
         >>> float(grads), bool(signal.finite), float(state.scale), int(retries)
         (4.0, True, 8192.0, 3)
     """
-    limit = checks.count("retries", retries)
+    limit = validation.check_count("retries", retries)
 
     @named_like(step)
     def retried(state: ScaleState, /, *args: Any, **kwargs: Any) -> Retried:
@@ -88,7 +88,7 @@ def retrying(
         def again(carry: _Carry) -> _Carry:
             attempts, before, found, _ = carry
             probes = attempts == limit
-            lowest = jnp.full_like(before, checks.SMALLEST_NORMAL)
+            lowest = jnp.full_like(before, validation.SMALLEST_NORMAL)
             scale = jnp.where(probes, lowest, found.state.scale)
             new = step(found.state._replace(scale=scale), *args, **kwargs)
             kept = choose(~probes, new, found, finite_only=False)

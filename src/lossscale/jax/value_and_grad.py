@@ -13,16 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lossscale.core import checks
-from lossscale.core.checks import shown
-from lossscale.core.errors import (
-    ContextError,
-    GradientError,
-    SettingError,
-    SettingTypeError,
-)
+from lossscale.core import validation
 from lossscale.core.policies import Policy
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.validation import format_value
+from lossscale.errors import ContextError, GradientError, SettingError, SettingTypeError
 from lossscale.jax import verbs
 from lossscale.jax.leaves import AsIs, overwritten
 from lossscale.jax.signatures import named_like
@@ -91,11 +86,11 @@ def value_and_grad(
         ...     return (weight * x) ** 2
         >>> step = jax.jit(ls.value_and_grad(loss, policy))
         >>> value, grads, signal, state = step(ls.init(policy), 3.0, 2.0)
-        >>> float(value), float(grads), bool(signal.finite), int(state.good)
+        >>> float(value), float(grads), bool(signal.finite), int(state.good_steps)
         (36.0, 24.0, True, 1)
     """
     check_policy(policy)
-    names = checks.measurements(measure)
+    names = validation.check_measurements(measure)
     places = as_places("argnums", argnums)
 
     @named_like(fun)
@@ -137,7 +132,7 @@ def scaled_value_and_grad(
     if not any(leaf is not None for part in parts for leaf in part.floats):
         message = (
             f"There is nothing to differentiate in the arguments at argnums={argnums}: "
-            f"{shown(tuple(chosen))}. Expected floating-point arrays."
+            f"{format_value(tuple(chosen))}. Expected floating-point arrays."
         )
         raise GradientError(message)
 
@@ -159,7 +154,7 @@ def check_policy(policy: Any) -> None:
     if isinstance(policy, type) or not isinstance(policy, Policy):
         message = (
             "policy must be a policy, such as lossscale.Dynamic(), got "
-            f"{shown(policy)}."
+            f"{format_value(policy)}."
         )
         raise SettingTypeError(message)
 
@@ -175,7 +170,7 @@ def as_places(name: str, argnums: Any) -> int | tuple[int, ...]:
     except TypeError:
         message = (
             f"{name} must be a position of an argument, such as 0, or several, such "
-            f"as (0, 1), got {shown(argnums)}."
+            f"as (0, 1), got {format_value(argnums)}."
         )
         raise SettingTypeError(message) from None
 

@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core import checks, portable
-from lossscale.core.checks import shown
-from lossscale.core.errors import GradientError, StateError
+from lossscale.core import portable, validation
 from lossscale.core.policies import Dynamic, Policy, advance
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.validation import format_value, require_signal
+from lossscale.errors import GradientError, StateError
 from lossscale.jax import leaves
 from lossscale.jax.agreement import agreed, devices
 from lossscale.jax.leaves import AsIs, KeyPath, overwritten
@@ -124,7 +124,7 @@ def unscale(
         grads: A pytree of scaled gradients. `None` and `float0` leaves pass through.
         state: The state whose scale was used for the loss.
         measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
-            "zero_share" and "subnormal_share".
+            "zero_fraction" and "subnormal_fraction".
         axis_name: Inside `shard_map`, `pmap` or `vmap`: the axis, or a tuple of axes,
             over which all devices take one decision. The gradients are not touched:
             average them yourself, before or after. One that could not be squared once
@@ -145,7 +145,7 @@ def unscale(
         >>> grads, bool(signal.finite)
         ({'w': Array([2., 1.], dtype=float32)}, True)
     """
-    names = checks.measurements(measure)
+    names = validation.check_measurements(measure)
     unscaled, results, signal = unscale_alone(
         grads, state, as_is=as_is, loss=loss, divisor=devices(axis_name)
     )
@@ -197,9 +197,7 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         >>> ls.update(policy, ls.init(policy), lossscale.Signal(finite=False)).scale
         Array(32768., dtype=float32)
     """
-    if not isinstance(signal, Signal):
-        message = f"signal must be a Signal, such as unscale returns; got {signal!r}."
-        raise GradientError(message)
+    require_signal(signal)
     check_state(state)
     if isinstance(state.scale, (jax.Array, np.ndarray, np.generic)):
         before = _strong(state)
@@ -209,7 +207,7 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
     if finite.shape not in ((), before.scale.shape):
         message = (
             "finite must be one boolean, or one for each scale, got "
-            f"{shown(signal.finite)}. Use the signal that unscale returns."
+            f"{format_value(signal.finite)}. Use the signal that unscale returns."
         )
         raise GradientError(message)
     checked = signal._replace(finite=finite)
@@ -235,13 +233,13 @@ def _strong(state: ScaleState) -> ScaleState:
     """Return a state as arrays whose types no step changes."""
     return ScaleState(
         jnp.asarray(state.scale, jnp.float32),
-        jnp.asarray(state.good, jnp.int32),
-        jnp.asarray(state.bad, jnp.int32),
+        jnp.asarray(state.good_steps, jnp.int32),
+        jnp.asarray(state.bad_steps, jnp.int32),
     )
 
 
 def _within_float32(number: float) -> float:
     """Return a Python number; beyond float32, where Python may refuse, infinity."""
-    if number > checks.FLOAT32_MAX:
+    if number > validation.FLOAT32_MAX:
         return float("inf")
-    return float("-inf") if number < -checks.FLOAT32_MAX else float(number)
+    return float("-inf") if number < -validation.FLOAT32_MAX else float(number)

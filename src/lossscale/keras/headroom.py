@@ -10,7 +10,12 @@ bounds are numbers that are known before the step, so comparing with them costs 
 
 from typing import Any
 
-from lossscale.core.headroom import LARGEST, accumulated, clip, largest_gradient
+from lossscale.core.headroom import (
+    LARGEST,
+    accumulation_steps,
+    clip_bound,
+    largest_gradient,
+)
 
 
 class Headroom:
@@ -29,7 +34,8 @@ class Headroom:
         self._replicas = replicas
         self._known: dict[tuple[str, str], float] = {}
         self.takes_wide = all(
-            clip(each) > 0.0 and accumulated(each) == 1 for each in self._optimizers
+            clip_bound(each) > 0.0 and accumulation_steps(each) == 1
+            for each in self._optimizers
         )
         """Whether gradients may be wider than their variables. Clipping comes before
         the cast to the variable's dtype; an accumulator has that dtype and takes no
@@ -47,7 +53,7 @@ class Headroom:
                     given,
                     variable,
                     elements=self._elements,
-                    addends=self._replicas * accumulated(inner),
+                    addends=self._replicas * accumulation_steps(inner),
                 )
                 for inner in self._optimizers
             )

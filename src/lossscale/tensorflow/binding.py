@@ -15,9 +15,9 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale.core import classic, trees
-from lossscale.core.errors import ContextError
 from lossscale.core.policies import Policy
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.errors import ContextError
 from lossscale.tensorflow import leaves, replicas, verbs
 
 

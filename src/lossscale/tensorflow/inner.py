@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.core.errors import ContextError, SettingError
+from lossscale.errors import ContextError, SettingError
 
 
 def check(opt: Any) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.core import checks, classic, headroom
-from lossscale.core.errors import SettingError, SettingTypeError, StructureError
+from lossscale.core import classic, headroom, validation
 from lossscale.core.state import Array
+from lossscale.errors import SettingError, SettingTypeError, StructureError
 from lossscale.tensorflow import inner, leaves, replicas, verbs
 from lossscale.tensorflow.autograph import unconverted, unconverted_methods
 from lossscale.tensorflow.binding import BINDING
@@ -71,7 +71,7 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
         classic.LossScaleOptimizer.__init__(
             self, opt, loss_scale_manager, skip_nonfinite=skip_nonfinite
         )
-        self._count_skipped_steps = checks.switch(
+        self._count_skipped_steps = validation.check_bool(
             "count_skipped_steps", count_skipped_steps
         )
         tf.compat.v1.train.Optimizer.__init__(
@@ -309,7 +309,7 @@ class LossScaleOptimizer(classic.LossScaleOptimizer, tf.compat.v1.train.Optimize
         Replicas and micro-batches are added up; moments and norms are squares.
         """
         replica_count = tf.distribute.get_strategy().num_replicas_in_sync
-        addends = replica_count * headroom.accumulated(self._optimizer)
+        addends = replica_count * headroom.accumulation_steps(self._optimizer)
 
         def is_within(gradient: Any, dtype: str, elements: int) -> Array:
             largest = headroom.largest_gradient(

@@ -16,18 +16,12 @@ attributes.py           computed attributes that a subclass may replace
 torch_internals.py      private functions of torch that are relied on
 """
 
-from lossscale.core.errors import MissingPackageError
+from lossscale.core.optional import explain_missing
 
 try:
     import torch  # noqa: F401
 except ModuleNotFoundError as error:
-    if error.name != "torch":  # it is there, and something of its own is not
-        raise
-    _message = (
-        "lossscale.torch needs PyTorch, which is not installed. Install it with: "
-        "pip install 'lossscale[torch]'"
-    )
-    raise MissingPackageError(_message) from None
+    raise explain_missing(error, "torch", "PyTorch") from None
 
 from lossscale.torch.functional import init, scale, select, unscale, update
 from lossscale.torch.grad_scaler import GradScaler

@@ -17,11 +17,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.amp.grad_scaler import OptState
 
-from lossscale.core import checks
-from lossscale.core.errors import ContextError, LossScaleError, SettingError
+from lossscale.core import validation
 from lossscale.core.policies import Fixed, Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
+from lossscale.errors import ContextError, LossScaleError, SettingError
 from lossscale.torch.attributes import computed
 from lossscale.torch.calls import warn_caller
 from lossscale.torch.devices import uncompiled
@@ -155,18 +155,18 @@ class GradScaler(torch.amp.GradScaler):
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
         rank_groups = parse_rank_groups(process_groups, meshes, shard_groups)
         given = options.check_policy(policy, numbers)
-        checks.choice("on_no_gradients", on_no_gradients, ("raise", "ignore"))
-        checks.choice("on_collapse", on_collapse, ("warn", "raise"))
+        validation.check_choice("on_no_gradients", on_no_gradients, ("raise", "ignore"))
+        validation.check_choice("on_collapse", on_collapse, ("warn", "raise"))
         options.check_callback(on_step)
         if max_consecutive_skips is not None:
-            checks.count("max_consecutive_skips", max_consecutive_skips)
+            validation.check_count("max_consecutive_skips", max_consecutive_skips)
         self._options = ScalerOptions(
             policy=given,
             names=options.parse_names(names, module),
             ignores_no_gradients=on_no_gradients == "ignore",
-            allow_fp16=checks.switch("allow_fp16", allow_fp16),
-            measure_norm=checks.switch("measure_norm", measure_norm),
-            measure_amax=checks.switch("measure_amax", measure_amax),
+            allow_fp16=validation.check_bool("allow_fp16", allow_fp16),
+            measure_norm=validation.check_bool("measure_norm", measure_norm),
+            measure_amax=validation.check_bool("measure_amax", measure_amax),
             rank_groups=rank_groups,
         )
         self._history = StepHistory(

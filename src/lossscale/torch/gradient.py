@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from lossscale.core.errors import GradientError
+from lossscale.errors import GradientError
 from lossscale.torch.torch_internals import uncoalesced_values
 
 _NARROW = (torch.float16, torch.bfloat16)

@@ -10,7 +10,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import lossscale.jax as ls  # noqa: E402
 from lossscale import Dynamic, Signal  # noqa: E402
-from lossscale.core.errors import (  # noqa: E402
+from lossscale.errors import (  # noqa: E402
     CollapseError,
     CollapseWarning,
     GradientError,

@@ -21,7 +21,7 @@ from lossscale import (  # noqa: E402
     from_portable,
     to_portable,
 )
-from lossscale.core.errors import ContextError, StructureError  # noqa: E402
+from lossscale.errors import ContextError, StructureError  # noqa: E402
 
 POLICY = Dynamic(init_scale=2.0**40, growth_interval=10)
 """It starts so high that the first float16 gradients overflow."""

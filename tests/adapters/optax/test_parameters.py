@@ -12,7 +12,7 @@ from helpers.trees import check_same  # noqa: E402
 import lossscale.jax  # noqa: E402
 import lossscale.optax as ls  # noqa: E402
 from lossscale import Dynamic, Fixed  # noqa: E402
-from lossscale.core.errors import StateError  # noqa: E402
+from lossscale.errors import StateError  # noqa: E402
 
 SKIPS = pytest.mark.parametrize("skip", ["select", "cond"])
 

@@ -13,7 +13,7 @@ import numpy as np  # noqa: E402
 from helpers.tensorflow_modes import MODES  # noqa: E402
 
 import lossscale.tensorflow as ls  # noqa: E402
-from lossscale.core.errors import ContextError, GradientError  # noqa: E402
+from lossscale.errors import ContextError, GradientError  # noqa: E402
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 QUARTER = FLOAT32_MAX / 4

@@ -14,7 +14,7 @@ from helpers.tensorflow_optimizers import MOMENTUM, OPTIMIZERS, value  # noqa: E
 from helpers.tensorflow_optimizers import variable as make_variable  # noqa: E402
 
 import lossscale.tensorflow as ls  # noqa: E402
-from lossscale.core.errors import ContextError, GradientError  # noqa: E402
+from lossscale.errors import ContextError, GradientError  # noqa: E402
 
 
 def mirrored(count):

@@ -6,7 +6,7 @@ from functools import partial
 from inspect import unwrap
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard
 
-from lossscale.core import checks
+from lossscale.core import validation
 from lossscale.core.classic.binding import Binding
 from lossscale.core.classic.loss_scales import (
     DynamicLossScale,
@@ -19,8 +19,8 @@ from lossscale.core.classic.managers import (
     FixedLossScaleManager,
     LossScaleManager,
 )
-from lossscale.core.errors import SettingError
 from lossscale.core.state import Array, Signal
+from lossscale.errors import SettingError
 
 
 class Optimizer(Protocol):
@@ -68,7 +68,7 @@ class LossScaleOptimizer:
         """
         self._check_optimizer(opt)
         self._optimizer = opt
-        self._skip_nonfinite = checks.switch("skip_nonfinite", skip_nonfinite)
+        self._skip_nonfinite = validation.check_bool("skip_nonfinite", skip_nonfinite)
         self._loss_scale: LossScaleManager | LossScale
         if isinstance(loss_scale_manager, LossScaleManager):
             self._loss_scale = loss_scale_manager

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core import checks, headroom, presets
-from lossscale.core.checks import shown
-from lossscale.core.errors import GradientError
+from lossscale import presets
+from lossscale.core import headroom, validation
 from lossscale.core.policies import Dynamic
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.validation import format_value
+from lossscale.errors import GradientError
 from lossscale.jax import leaves, selecting, verbs
 from lossscale.jax.drop_ins import trees
 
@@ -72,7 +73,7 @@ class StaticLossScale:
         """Check the scale, unless it is being traced."""
         if isinstance(self.loss_scale, jax.core.Tracer):
             return
-        checks.scale("loss_scale", trees.number(self.loss_scale))
+        validation.check_scale("loss_scale", trees.number(self.loss_scale))
         if isinstance(self.loss_scale, (jax.Array, np.ndarray)):
             object.__setattr__(self, "loss_scale", np.asarray(self.loss_scale)[()])
 
@@ -154,7 +155,7 @@ class DynamicLossScale:
         # A narrow scale stays where a step would lead out of its dtype.
         usable = jnp.isfinite(moved) & (moved > 0)
         scale = jnp.where(usable, moved, self.loss_scale)
-        return replace(self, loss_scale=scale, counter=after.good)
+        return replace(self, loss_scale=scale, counter=after.good_steps)
 
     def _state(self) -> ScaleState:
         return trees.state(self.loss_scale, self.counter)
@@ -194,7 +195,7 @@ def select_tree(pred: Array, a: Any, b: Any) -> Any:
         Array(6, dtype=int32)
     """
     if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
-        message = f"pred is {shown(pred)}, expected boolean scalar."
+        message = f"pred is {format_value(pred)}, expected boolean scalar."
         raise _PredicateError(message)
     selecting.check_same_structure(a, b)
     return selecting.choose(jnp.asarray(pred), a, b, finite_only=False)
@@ -244,7 +245,7 @@ def _warn_unless_floating(name: str, value: Any) -> None:
 @functools.cache
 def _policy(period: int, factor: float, floor: float) -> Dynamic:
     # The first scale is the caller's, and may lie below the floor.
-    floor = max(floor, checks.SMALLEST_NORMAL)
+    floor = max(floor, validation.SMALLEST_NORMAL)
     return presets.get(
         "jmp",
         init_scale=floor,

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from lossscale.core import classic
-from lossscale.core.errors import StateError
 from lossscale.core.policies import Policy
-from lossscale.core.portable import check_state, plain_number
+from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState, Signal
 from lossscale.core.trees import map_leaves
+from lossscale.core.validation import plain_number
+from lossscale.errors import StateError
 from lossscale.torch import functional, gradient
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lossscale.core import classic
-from lossscale.core.errors import SettingError, SettingTypeError, StateError
+from lossscale.errors import SettingError, SettingTypeError, StateError
 from lossscale.torch import functional
 from lossscale.torch.classic.binding import BINDING, check_keys
 from lossscale.torch.classic.loss_scales import DynamicLossScale, FixedLossScale

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lossscale.core.errors import SettingError, StateError, StructureError
+from lossscale.errors import SettingError, StateError, StructureError
 from lossscale.torch import gradient as gradient_ops
 from lossscale.torch.inspection.headroom import class_with_step, find_bounds
 

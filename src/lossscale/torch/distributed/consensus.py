@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import distributed
 
-from lossscale.core.errors import DriftError
+from lossscale.errors import DriftError
 from lossscale.torch.devices import is_capturing
 from lossscale.torch.distributed.rank_groups import RankGroup
 from lossscale.torch.distributed.reduction_plan import ReductionPlan, Sharding

@@ -13,8 +13,8 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lossscale.core.checks import shown as format_value
-from lossscale.core.errors import SettingError, SettingTypeError
+from lossscale.core.validation import format_value
+from lossscale.errors import SettingError, SettingTypeError
 
 
 @runtime_checkable

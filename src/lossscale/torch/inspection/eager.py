@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from lossscale.core.checks import FLOAT32_MAX, as_float32
+from lossscale.core.validation import FLOAT32_MAX, as_float32
 from lossscale.torch.inspection.request import EPSILON, LIMITS, InspectionRequest
 from lossscale.torch.inspection.summary import (
     AMAX,

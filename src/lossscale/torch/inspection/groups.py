@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lossscale.core.errors import ContextError
+from lossscale.errors import ContextError
 from lossscale.torch.devices import is_capturing
 from lossscale.torch.inspection import eager, kernel_backend
 from lossscale.torch.inspection.layout_cache import layout_of

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from lossscale.core.checks import FLOAT32_MAX
+from lossscale.core.validation import FLOAT32_MAX
 from lossscale.torch.distributed import consensus
 from lossscale.torch.distributed.consensus import OVERFLOW, Findings, Number, Ops
 from lossscale.torch.distributed.consensus import TOO_LARGE as TOO_LARGE_LEVEL

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from lossscale.core.checks import as_float32
+from lossscale.core.validation import as_float32
 from lossscale.torch.devices import is_capturing
 from lossscale.torch.inspection.pinned_pool import PinnedPool
 

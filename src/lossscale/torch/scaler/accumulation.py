@@ -8,7 +8,7 @@ own, or not; which of the two is decided on the device.
 
 import torch
 
-from lossscale.core.errors import ContextError, GradientError
+from lossscale.errors import ContextError, GradientError
 from lossscale.torch.distributed.dtensor import from_local_shard, local_shard
 from lossscale.torch.inspection.groups import (
     CarriedScale,

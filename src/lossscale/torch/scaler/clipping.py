@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from lossscale.core import checks
-from lossscale.core.checks import shown as format_value
-from lossscale.core.errors import SettingError
+from lossscale.core import validation
+from lossscale.core.validation import format_value
+from lossscale.errors import SettingError
 from lossscale.torch.inspection.groups import CarriedScale
 from lossscale.torch.inspection.inspector import Inspection
 from lossscale.torch.inspection.ranked import measure_over_ranks
@@ -61,7 +61,7 @@ def parse_clip_options(
     numbers = [
         math.inf
         if isinstance(number, float) and number == math.inf
-        else checks.number("max_norm", number, expected)
+        else validation.check_number("max_norm", number, expected)
         for number in max_norms
     ]
     if min(numbers) <= 0.0:
@@ -74,15 +74,15 @@ def parse_clip_options(
         tuple(numbers),
         order,
         per_group,
-        checks.switch("error_if_nonfinite", error_if_nonfinite),
-        checks.switch("write_back", write_back),
+        validation.check_bool("error_if_nonfinite", error_if_nonfinite),
+        validation.check_bool("write_back", write_back),
     )
 
 
 def _parse_order(norm_type: float) -> float:
     """Return the order of a norm, or raise."""
     expected = "a positive number such as 2.0, or math.inf"
-    order = checks.number("norm_type", norm_type, expected)
+    order = validation.check_number("norm_type", norm_type, expected)
     if order <= 0.0:
         message = f"norm_type must be {expected}, got {norm_type!r}."
         raise SettingError(message)
@@ -244,7 +244,7 @@ def _lift_headroom(step: OptimizerStep, norm: torch.Tensor, max_norm: float) -> 
     if summary is None or not summary.is_within_headroom(max_norm):
         return
     numbers = summary.numbers
-    is_measured = (norm.detach().max() <= checks.FLOAT32_MAX).to(torch.float32)
+    is_measured = (norm.detach().max() <= validation.FLOAT32_MAX).to(torch.float32)
     if isinstance(numbers, list):
         kept: float | torch.Tensor = 1.0 - numbers[TOO_LARGE] * is_measured.item()
     else:

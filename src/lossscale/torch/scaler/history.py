@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from lossscale.core.errors import CollapseError, CollapseWarning
+from lossscale.errors import CollapseError, CollapseWarning
 from lossscale.torch.calls import stack_level_of_caller
 from lossscale.torch.scaler.report import OptimizerRef, StepReport, is_same_optimizer
 

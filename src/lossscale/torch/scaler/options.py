@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lossscale.core import checks
-from lossscale.core.checks import shown as format_value
-from lossscale.core.errors import SettingError, SettingTypeError
+from lossscale.core import validation
 from lossscale.core.policies import Policy
+from lossscale.core.validation import format_value
+from lossscale.errors import SettingError, SettingTypeError
 from lossscale.torch.distributed.rank_groups import RankGroups
 from lossscale.torch.scaler.param_names import ParamNames
 
@@ -102,7 +102,7 @@ def check_optimizer(method: str, optimizer: Any) -> None:
 def check_new_scale(new_scale: object, device: str) -> float | torch.Tensor:
     """Validate the `new_scale` argument of `update()`."""
     if isinstance(new_scale, float):
-        return checks.as_float32(checks.scale("new_scale", new_scale))
+        return validation.as_float32(validation.check_scale("new_scale", new_scale))
     expected = (
         "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
         "torch.FloatTensor with requires_grad=False."
@@ -118,5 +118,5 @@ def check_new_scale(new_scale: object, device: str) -> float | torch.Tensor:
     ):
         raise AssertionError(expected)
     if kind == "cpu":
-        checks.scale("new_scale", float(new_scale))
+        validation.check_scale("new_scale", float(new_scale))
     return new_scale

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lossscale.core.checks import shown as format_value
-from lossscale.core.errors import SettingTypeError
+from lossscale.core.validation import format_value
+from lossscale.errors import SettingTypeError
 
 
 class ParamNames:

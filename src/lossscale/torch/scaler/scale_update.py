@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from lossscale.core import presets
-from lossscale.core.checks import FLOAT32_MAX, as_float32
+from lossscale import presets
 from lossscale.core.policies import (
     Dynamic,
     Fixed,
@@ -29,6 +28,7 @@ from lossscale.core.policies import (
 )
 from lossscale.core.rule import transition
 from lossscale.core.state import ScaleState, Signal, Where
+from lossscale.core.validation import FLOAT32_MAX, as_float32
 from lossscale.torch.devices import device_context
 from lossscale.torch.inspection import kernel_backend
 

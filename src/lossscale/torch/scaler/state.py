@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lossscale.core.checks import shown as format_value
-from lossscale.core.errors import LossScaleError, StateError
 from lossscale.core.policies import Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
+from lossscale.core.validation import format_value
+from lossscale.errors import LossScaleError, StateError
 from lossscale.torch.inspection import kernel_backend
 from lossscale.torch.scaler.scale_update import (
     HostOutcome,
@@ -91,9 +91,9 @@ class ScalerState:
         before = ScaleState(scale.item(), growth_tracker.item(), self._bad_steps)
         after = update.advance_numbers(before, outcome)
         # The scale last: an interrupt in between must not move it twice.
-        if after.good != before.good:
-            growth_tracker.fill_(after.good)
-        self._bad_steps = after.bad
+        if after.good_steps != before.good_steps:
+            growth_tracker.fill_(after.good_steps)
+        self._bad_steps = after.bad_steps
         if after.scale != before.scale:
             scale.fill_(after.scale)
         counters = self._counters

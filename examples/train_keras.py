@@ -2,7 +2,7 @@
 """float16 in Keras 3: without a loss scale nothing moves, with one it learns.
 
     pip install 'lossscale[numpy,keras]' tensorflow   # or jax, or torch
-    KERAS_BACKEND=tensorflow python examples/keras.py
+    KERAS_BACKEND=tensorflow python examples/train_keras.py
 
 The story of `lossscale demo` in a framework: eight bias-free layers with weights
 N(0, 0.02²), trained by Muon on 1,437 handwritten digits. Their gradients are below

@@ -2,7 +2,7 @@
 """float16 on eight devices in JAX: one decision for all of them.
 
     pip install 'lossscale[numpy,optax]' orbax-checkpoint
-    python examples/jax_sharded.py
+    python examples/train_jax_sharded.py
 
 The story of `lossscale demo`. Under `jit` arrays are global, and so is what `lossscale`
 sees of them. Under `shard_map`, as in step 200, `axis_name` makes the devices agree.

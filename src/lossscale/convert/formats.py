@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
-from lossscale.core import checks
-from lossscale.core.checks import shown
-from lossscale.core.errors import StateError
+from lossscale.core import validation
 from lossscale.core.policies import Dynamic
-from lossscale.core.portable import plain_number
-from lossscale.core.presets import make_dynamic
 from lossscale.core.state import ScaleState
+from lossscale.core.validation import format_value, plain_number
+from lossscale.errors import StateError
+from lossscale.presets import make_dynamic
 
 Values: TypeAlias = Mapping[str, Any]
 Pair: TypeAlias = tuple[Dynamic, ScaleState]
@@ -41,7 +40,7 @@ class Library:
 
 def _number(values: Values, key: str, default: float | None = None) -> float:
     value = plain_number(values.get(key, default))
-    return checks.number(f"'{key}'", value, "a number (finite, float32)")
+    return validation.check_number(f"'{key}'", value, "a number (finite, float32)")
 
 
 def _count(values: Values, key: str, default: int | None = None) -> int:
@@ -49,13 +48,13 @@ def _count(values: Values, key: str, default: int | None = None) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, Integral):
-        message = f"'{key}' must be a whole number, got {shown(value)}."
+        message = f"'{key}' must be a whole number, got {format_value(value)}."
         raise StateError(message)
     return int(value)
 
 
 def _switch(values: Values, key: str, default: bool) -> bool:
-    return checks.switch(f"'{key}'", plain_number(values.get(key, default)))
+    return validation.check_bool(f"'{key}'", plain_number(values.get(key, default)))
 
 
 def _waiting(policy: Dynamic, state: ScaleState) -> int:
@@ -64,10 +63,10 @@ def _waiting(policy: Dynamic, state: ScaleState) -> int:
     A count at or above it, which a policy that grows a step late may hold, would never
     fire there again.
     """
-    return min(int(state.good), policy.growth_interval - 1)
+    return min(int(state.good_steps), policy.growth_interval - 1)
 
 
-def fitted(base: Dynamic, **settings: Any) -> Dynamic:
+def override(base: Dynamic, **settings: Any) -> Dynamic:
     """Return the base with other settings, and a first scale that fits the bounds."""
     lowest = settings.get("min_scale", base.min_scale)
     highest = settings.get("max_scale", base.max_scale)
@@ -84,7 +83,7 @@ def backoff_factor(policy: Dynamic) -> float:
 
 
 def _read_torch(values: Values, base: Dynamic) -> Pair:
-    policy = fitted(
+    policy = override(
         base,
         growth_factor=_number(values, "growth_factor"),
         backoff_factor=_number(values, "backoff_factor"),
@@ -105,7 +104,7 @@ def _write_torch(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
 
 
 def _read_keras(values: Values, base: Dynamic) -> Pair:
-    policy = fitted(
+    policy = override(
         base,
         init_scale=_number(values, "initial_scale", base.init_scale),
         growth_interval=_count(values, "dynamic_growth_steps", base.growth_interval),
@@ -128,7 +127,7 @@ def _read_tensorflow(values: Values, base: Dynamic) -> Pair:
     first = _number(values, "initial_scale", base.init_scale)
     interval = _count(values, "dynamic_growth_steps", base.growth_interval)
     multiplier = _number(values, "multiplier", base.growth_factor)
-    policy = fitted(
+    policy = override(
         base,
         init_scale=_number(values, "initial_loss_scale", first),
         growth_interval=_count(values, "increment_period", interval),
@@ -145,7 +144,7 @@ def _write_tensorflow(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
         "increment_period": policy.growth_interval,
         "multiplier": policy.growth_factor,
         "current_loss_scale": state.scale,
-        "good_steps": state.good,
+        "good_steps": state.good_steps,
     }
 
 
@@ -154,13 +153,13 @@ def _write_tf_keras(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
         "initial_scale": policy.init_scale,
         "dynamic_growth_steps": policy.growth_interval,
         "current_loss_scale": state.scale,
-        "good_steps": state.good,
+        "good_steps": state.good_steps,
     }
 
 
 def _read_jmp(values: Values, base: Dynamic) -> Pair:
     factor = _number(values, "factor", base.growth_factor)
-    policy = fitted(
+    policy = override(
         base,
         growth_interval=_count(values, "period", base.growth_interval),
         growth_factor=factor,
@@ -182,7 +181,7 @@ def _write_jmp(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
 
 
 def _read_flax(values: Values, base: Dynamic) -> Pair:
-    policy = fitted(
+    policy = override(
         base,
         growth_factor=_number(values, "growth_factor", base.growth_factor),
         backoff_factor=_number(values, "backoff_factor", backoff_factor(base)),
@@ -200,7 +199,7 @@ def _write_flax(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
         "growth_interval": policy.growth_interval,
         "minimum_scale": policy.min_scale,
         # It grows exactly at its interval, and shows it before it does.
-        "fin_steps": min(state.good, policy.growth_interval),
+        "fin_steps": min(state.good_steps, policy.growth_interval),
         "scale": state.scale,
     }
 
@@ -210,14 +209,16 @@ def _read_deepspeed(values: Values, base: Dynamic) -> Pair:
     factor = _number(values, "scale_factor", base.growth_factor)
     window = _count(values, "scale_window", base.growth_interval)
     hysteresis = _count(values, "delayed_shift", base.hysteresis)
-    policy = fitted(
+    policy = override(
         base,
         growth_factor=factor,
         backoff_divisor=factor,
         growth_interval=window,
         hysteresis=hysteresis,
         min_scale=_number(values, "min_scale", base.min_scale),
-        consecutive=_switch(values, "consecutive_hysteresis", base.consecutive),
+        consecutive_overflows=_switch(
+            values, "consecutive_hysteresis", base.consecutive_overflows
+        ),
     )
     # DeepSpeed counts clean steps since the last overflow and never starts again; our
     # counter stands at 1 after a growth, since only the first growth comes a step late.
@@ -230,15 +231,15 @@ def _read_deepspeed(values: Values, base: Dynamic) -> Pair:
 def _write_deepspeed(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
     return {
         "cur_scale": state.scale,
-        "cur_iter": state.good,
+        "cur_iter": state.good_steps,
         "last_overflow_iter": -1,
         "scale_factor": policy.growth_factor,
         "scale_window": policy.growth_interval,
         "min_scale": policy.min_scale,
         "delayed_shift": policy.hysteresis,
         # It stays at 1 once used up: each overflow then backs off.
-        "cur_hysteresis": max(1, policy.hysteresis - state.bad),
-        "consecutive_hysteresis": policy.consecutive,
+        "cur_hysteresis": max(1, policy.hysteresis - state.bad_steps),
+        "consecutive_hysteresis": policy.consecutive_overflows,
     }
 
 
@@ -260,7 +261,7 @@ def _write_megatron(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
     return {
         "scale": state.scale,
         "growth_tracker": _waiting(policy, state),
-        "hysteresis_tracker": policy.hysteresis - state.bad,
+        "hysteresis_tracker": policy.hysteresis - state.bad_steps,
     }
 
 
@@ -274,7 +275,7 @@ def _read_apex(values: Values, base: Dynamic) -> Pair:
         raise StateError(message)
     inner = values["loss_scaler0"]
     if not isinstance(inner, Mapping):
-        message = f"'loss_scaler0' must be a mapping, got {shown(inner)}."
+        message = f"'loss_scaler0' must be a mapping, got {format_value(inner)}."
         raise StateError(message)
     scale = _number(inner, "loss_scale")
     return base, ScaleState(scale, _count(inner, "unskipped"), 0)

@@ -2,7 +2,7 @@
 """float16 with Accelerate: without a loss scale nothing moves, with one it learns.
 
     pip install 'lossscale[numpy,torch]' accelerate
-    python examples/accelerate.py
+    python examples/train_accelerate.py
 
 The story of `lossscale demo`: eight bias-free layers with weights N(0, 0.02²), trained
 by Muon on 1,437 handwritten digits. Their gradients are below float16's smallest

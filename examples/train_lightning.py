@@ -3,9 +3,9 @@
 """float16 in Lightning: without a loss scale nothing moves, with one it learns.
 
     pip install 'lossscale[numpy,torch]' lightning
-    python examples/lightning.py
+    python examples/train_lightning.py
 
-The story of `examples/torch.py`, told by Lightning's Trainer.
+The story of `examples/train_torch.py`, told by Lightning's Trainer.
 """
 
 import logging
