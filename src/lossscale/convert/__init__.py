@@ -181,8 +181,8 @@ def detect_library(values: Values) -> str:
     if len(fitting) == 1:
         return fitting[0]
     message = (
-        f"Cannot tell whose state this is, with the keys {sorted(map(str, values))}; "
-        f"say so: {', '.join(LIBRARIES)}."
+        f"The keys {sorted(map(str, values))} do not identify a library; name it: "
+        f"{', '.join(LIBRARIES)}."
     )
     raise StateError(message)
 

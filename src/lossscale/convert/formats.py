@@ -3,7 +3,7 @@
 
 One pair of functions per library, and the table `LIBRARIES` at the end. The keys are
 those that the library's own `state_dict`, checkpoint or attributes have; settings that
-a library does not save come from the policy that the reader is handed.
+a library does not save come from the policy that is passed to the reader.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,7 +58,7 @@ def _switch(values: Values, key: str, default: bool) -> bool:
 
 
 def _waiting(policy: Dynamic, state: ScaleState) -> int:
-    """Return the clean steps for a library that grows only exactly at its interval.
+    """Return the finite steps for a library that grows only exactly at its interval.
 
     A count at or above it, which a policy that grows a step late may hold, would never
     fire there again.
@@ -220,8 +220,8 @@ def _read_deepspeed(values: Values, base: Dynamic) -> Pair:
             values, "consecutive_hysteresis", base.consecutive_overflows
         ),
     )
-    # DeepSpeed counts clean steps since the last overflow and never starts again; our
-    # counter stands at 1 after a growth, since only the first growth comes a step late.
+    # DeepSpeed counts finite steps since the last overflow and never starts again; our
+    # counter is 1 after a growth, since only the first growth comes a step late.
     clean = _count(values, "cur_iter") - 1 - _count(values, "last_overflow_iter")
     good = (clean - 1) % window + 1 if clean > 0 else 0
     bad = hysteresis - _count(values, "cur_hysteresis", hysteresis)

@@ -137,7 +137,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
             file.write(text)
         return
     target = Path(os.path.realpath(path))
-    # Beside the target, since only a rename within a file system is atomic; and not
+    # Next to the target, since only a rename within a file system is atomic; and not
     # by tempfile, whose files are private, where an ordinary open() follows the umask.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -150,7 +150,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         temporary.replace(target)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        # The caller knows nothing of the file beside the one that was asked for.
+        # The caller does not know the temporary file: name the one it asked for.
         raise OSError(error.errno, error.strerror, str(path)) from error
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-import lossscale.numpy as verbs
+import lossscale.numpy as ls
 from lossscale.core import validation
 from lossscale.core.headroom import LARGEST
 from lossscale.core.policies import Dynamic, Fixed, Policy
@@ -252,7 +252,7 @@ def _by_the_rule(
 
 def _without_steps(policy: Fixed, sequence: _Sequence) -> Simulation:
     """Return what a fixed scale does: nothing."""
-    state = verbs.init(policy)
+    state = ls.init(policy)
     skipped = sum(
         int(np.count_nonzero(limits < state.scale)) for limits in sequence.chunks()
     )
@@ -262,7 +262,7 @@ def _without_steps(policy: Fixed, sequence: _Sequence) -> Simulation:
 
 def _one_by_one(policy: Policy, sequence: _Sequence) -> Simulation:
     """Run any policy, step by step."""
-    state = verbs.init(policy)
+    state = ls.init(policy)
     steps, scales = [0], [state.scale]
     skipped = 0
     for number, (finite, state) in enumerate(_states(policy, sequence), start=1):
@@ -286,11 +286,11 @@ def trace(
 
 
 def _states(policy: Policy, sequence: _Sequence) -> Iterator[tuple[bool, ScaleState]]:
-    state = verbs.init(policy)
+    state = ls.init(policy)
     for limits in sequence.chunks():
         for limit in limits:
             finite = bool(state.scale <= limit)
-            state = verbs.update(policy, state, Signal(finite))
+            state = ls.update(policy, state, Signal(finite))
             yield finite, state
 
 

@@ -36,7 +36,7 @@ class _Cell:
         missing = [tf.constant(0, tf.int32)] * (len(ScaleState._fields) - len(values))
         return ScaleState(*values, *missing)
 
-    def shown(self) -> ScaleState | None:
+    def read_for_repr(self) -> ScaleState | None:
         """Return the current values for `repr`; in a graph they cannot be read."""
         if self._graph is not None or not tf.executing_eagerly():
             return None

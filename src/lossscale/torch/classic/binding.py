@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch lends to the classic classes: tensors that are updated in place.
+"""What torch provides for the classic classes: tensors that are updated in place.
 
 Everything happens at once, as in TensorFlow's eager mode.
 """
@@ -43,7 +43,7 @@ class Cell:
         zero = torch.zeros((), dtype=torch.int32, device=scale.device)
         return ScaleState(*(values + [zero] * (len(ScaleState._fields) - len(values))))
 
-    def shown(self) -> ScaleState:
+    def read_for_repr(self) -> ScaleState:
         """Return the current values for `repr`; on a GPU this waits for it."""
         return ScaleState(*(value.item() for value in self.read()))
 
