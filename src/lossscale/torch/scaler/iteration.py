@@ -48,7 +48,7 @@ class MicroBatch(NamedTuple):
 
 
 class FirstGradient:
-    """Which gradient an optimizer had first, to tell it from a later one.
+    """Which gradient an optimizer had first, to distinguish it from a later one.
 
     A backward pass after `zero_grad()` brings a new tensor; after
     `zero_grad(set_to_none=False)` it writes to the same one.
