@@ -67,7 +67,8 @@ class Contender:
         self.is_torch = make is torch.amp.GradScaler
 
     def fill(self, first: float) -> None:
-        """Write the gradients that a backward pass would leave."""
+        """Write the gradients that a backward pass would leave, after `zero_grad`."""
+        self.optimizer.zero_grad()
         for param in self.params:
             param.grad = torch.full_like(param, 0.5)
         self.params[0].grad[0] = first

@@ -8,7 +8,11 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from lossscale.torch.torch_internals import disable_dynamo
+from lossscale.torch.torch_internals import (
+    current_cuda_device,
+    disable_dynamo,
+    is_stream_capturing,
+)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -16,17 +20,22 @@ Result = TypeVar("Result")
 
 def device_context(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which a device is the current one; Triton launches there."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
+    if device.type != "cuda" or device.index == current_cuda_device():
+        return _NO_CONTEXT
     return torch.cuda.device(device)
+
+
+_NO_CONTEXT = nullcontext()
 
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of a device is being captured in a CUDA graph."""
     if device.type != "cuda":
         return False
-    with device_context(device):
-        return bool(torch.cuda.is_current_stream_capturing())
+    if device.index == current_cuda_device():
+        return is_stream_capturing()
+    with torch.cuda.device(device):
+        return is_stream_capturing()
 
 
 def uncompiled(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

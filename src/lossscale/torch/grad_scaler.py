@@ -764,7 +764,11 @@ class GradScaler(torch.amp.GradScaler):
         """Step an optimizer that unscales and skips by itself; nothing waits."""
         optimizer = step.optimizer
         device = self._tensors()[0].device
-        found_inf = any_flag(list(step.found_inf.values()), device)
+        flags = list(step.found_inf.values())
+        found_inf = flags[0]
+        is_exact = step.has_own_flags and found_inf.device == device
+        if len(flags) > 1 or not is_exact or self._is_overridden(*_CHECK_HOOKS):
+            found_inf = any_flag(flags, device)
         grad_scale = step.grad_scale
         if grad_scale is None and step.stage is OptState.READY:
             grad_scale = self._scale

@@ -23,6 +23,17 @@ all_addresses_equal: (
 all_addresses_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 """Compares many addresses in C++; present only in builds with CUDA."""
 
+current_cuda_device: Callable[[], int]
+current_cuda_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+is_stream_capturing: Callable[[], bool] = getattr(
+    torch._C,
+    "_cuda_isCurrentStreamCapturing",
+    torch.cuda.is_current_stream_capturing,
+)
+"""The same as the public functions, without their Python: both are asked several times
+a step, after CUDA was initialized by a tensor."""
+
 disable_dynamo: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
 
 new_optimizer_state: Callable[[], dict[str, Any]] = _refresh_per_optimizer_state

@@ -99,7 +99,7 @@ def test_a_fused_step_waits_for_nothing_and_names_the_culprit_later():
     scaler.flush()
     assert [1, 2, 3, 4] == [report.index for report in seen]
     assert [True, False, True, True] == [report.applied for report in seen]
-    assert (("bias", "nan"),) == seen[1].nonfinite
+    assert {"bias": "nan"} == seen[1].nonfinite
 
 
 def test_all_kinds_of_numbers_in_one_optimizer():
