@@ -19,6 +19,7 @@ from sphinx.util.inventory import InventoryFile
 # Modules that say in __all__ what is public.
 MODULES = (
     "lossscale",
+    "lossscale.convert",
     "lossscale.numpy",
     "lossscale.torch",
     "lossscale.jax",
@@ -34,14 +35,6 @@ MODULES = (
 # Public names of modules that have no __all__.
 OTHERS = {
     "lossscale.presets": ("PRESETS", "Preset", "get"),
-    "lossscale.core.portable": ("load", "save"),
-    "lossscale.convert": (
-        "Conversion",
-        "from_library",
-        "detect_library",
-        "to_library",
-        "with_scale",
-    ),
     "lossscale.core.rule": ("transition",),
 }
 

@@ -65,6 +65,9 @@ html_title = f"lossscale {version}"
 # Headings get anchors, so that pages can point at each other's sections.
 myst_heading_anchors = 3
 
+# The glossary is a list of definitions.
+myst_enable_extensions = ["deflist"]
+
 # Docstrings write `name` for code, as Markdown does.
 default_role = "code"
 

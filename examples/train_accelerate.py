@@ -28,7 +28,7 @@ STEPS, BATCH, SIZES = 300, 64, [64] * 8 + [10]
 def start(half, scaled):
     """Return what a run is made of, at its first step."""
     accelerator = Accelerator(mixed_precision="fp16")
-    accelerator.native_amp = half  # autocast; on a GPU it is on if nobody says no
+    accelerator.native_amp = half  # autocast; on a GPU it is on by default
     device = accelerator.device.type
     accelerator.scaler = GradScaler(device, growth_interval=20, enabled=scaled)
     torch.manual_seed(0)  # the same start in every run

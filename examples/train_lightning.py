@@ -5,7 +5,7 @@
     pip install 'lossscale[numpy,torch]' lightning
     python examples/train_lightning.py
 
-The story of `examples/train_torch.py`, told by Lightning's Trainer.
+The experiment of `examples/train_torch.py`, run by Lightning's Trainer.
 """
 
 import logging

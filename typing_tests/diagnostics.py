@@ -17,6 +17,8 @@ from lossscale.diagnostics import (
     read_run,
 )
 from lossscale.diagnostics.loggers import LoggingWriter, WindowWriter
+from lossscale.diagnostics.records.steps import ReportLike
+from lossscale.torch import GradScaler, StepReport
 
 
 class Mine(WindowWriter):
@@ -52,3 +54,8 @@ def read(path: Path) -> None:
         assert_type(step.loss, float | None)
     assert_type(build_report([path], format="md"), str)
     assert_type(export_parquet(path, "run.parquet"), int)
+
+
+def attach(path: Path, report: StepReport) -> ReportLike:
+    GradScaler("cpu", on_step=Recorder(path))
+    return report

@@ -268,8 +268,9 @@ def test_runs_are_hidden_and_shown(browser, tmp_path, known):
         page.locator(".toggle-run").nth(0).check()
         wait_for(page, lambda: page.locator(heads).count() == 3)
         page.select_option("#run", label="run")
-        options = page.locator("#sample option").all_inner_texts()
-        assert f"step {max(known.gradients):,}" == options[-1]
+        last = f"step {max(known.gradients):,}"
+        samples = page.locator("#sample option")
+        wait_for(page, lambda: samples.all_inner_texts()[-1:] == [last])
         assert page.locator("#differences tbody tr").count() > 3
 
 

@@ -45,7 +45,7 @@ def test_several_back_offs_with_a_finite_loss():
     (alarm,) = alarms(backing_off(4))
     assert ("back-offs", 82, ("a",)) == (alarm.kind, alarm.step, alarm.names)
     assert "4 times within" in alarm.message
-    assert "from 1024 to 64" in alarm.message
+    assert "from 1,024 to 64" in alarm.message
 
 
 def test_the_last_good_step_is_the_one_before_the_first_back_off():

@@ -304,7 +304,7 @@ def test_a_tensor_without_a_finite_number_is_beyond_the_range(tmp_path):
         (65536.0, "65,536"),
         (2.0**40, "2\u2074\u2070"),
         (2.0**-126, "2\u207b\xb9\xb2\u2076"),
-        (1234567.5, "1.235e+06"),
+        (1234567.25, "1,234,567"),
     ],
 )
 def test_numbers_are_written_for_a_reader(value, text):

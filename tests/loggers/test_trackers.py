@@ -9,7 +9,13 @@ import pytest
 from helpers.limits import HANG_SECONDS
 from helpers.runs import record_run
 
-from lossscale.diagnostics import Alarm, StepRecord
+from lossscale.diagnostics import (
+    Alarm,
+    Recorder,
+    RecordWarning,
+    StepRecord,
+    read_run,
+)
 from lossscale.diagnostics.loggers import (
     LoggingWriter,
     MlflowWriter,
@@ -250,3 +256,44 @@ def test_python_logging_names_tensors_and_alarms(caplog):
     ]
     assert "inf in a (inf)" in caplog.messages[0]
     assert "Last step with good weights: 12." in caplog.messages[1]
+
+
+class Broken(WindowWriter):
+    """A tracker whose server is gone."""
+
+    def __init__(self):
+        super().__init__(every=1)
+        self.calls = 0
+
+    def write_metrics(self, step, metrics):
+        self.calls += 1
+        message = "no route to host"
+        raise ConnectionError(message)
+
+
+def record_steps(recorder, count=5):
+    for _ in range(count):
+        recorder.record(scale=8.0, applied=True)
+    recorder.flush()
+
+
+def test_a_tracker_that_fails_is_one_warning_and_the_training_goes_on(tmp_path):
+    broken, fine = Broken(), Collector(every=1)
+    path = tmp_path / "run.jsonl"
+    with Recorder(path, writers=(broken, fine)) as recorder:
+        with pytest.warns(RecordWarning, match="Broken .* no route to host") as caught:
+            record_steps(recorder)
+        assert 1 == len(caught)
+    assert (1, 5) == (broken.calls, len(fine.windows))
+    assert 5 == read_run(path).rows
+
+
+def test_an_interrupt_inside_a_tracker_is_an_interrupt(tmp_path):
+    class Interrupted(WindowWriter):
+        def write_metrics(self, step, metrics):
+            raise KeyboardInterrupt
+
+    recorder = Recorder(tmp_path / "run.jsonl", writers=[Interrupted(every=1)])
+    with pytest.raises(KeyboardInterrupt):
+        record_steps(recorder)
+    recorder.close()

@@ -69,6 +69,15 @@ def test_every_exported_name_exists_and_is_sorted():
             assert getattr(module, name) is not None
 
 
+def test_errors_presets_and_convert_are_modules_of_their_own():
+    from lossscale.convert import from_library
+    from lossscale.errors import StateError
+    from lossscale.presets import get
+
+    modules = [value.__module__ for value in (from_library, StateError, get)]
+    assert ["lossscale.convert", "lossscale.errors", "lossscale.presets"] == modules
+
+
 def test_the_version_is_the_packages():
     from importlib.metadata import version
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The group of subcommands, and what an error looks like."""
+"""The group of subcommands, and how errors are printed."""
 
 import os
 import sys

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 _WIDTH_WITHOUT_TERMINAL = 160
-"""In a pipe nothing is cut to 80 columns: whoever reads it wants it whole."""
+"""Output into a pipe is not cut to 80 columns: its reader needs it whole."""
 
 
 _UNBOUNDED = 10_000

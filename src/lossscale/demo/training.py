@@ -3,7 +3,7 @@
 
 Every run of one seed starts from the same weights and sees the same batches, so number
 format and scale are all that differs. A run is a pure function of its arguments, up to
-the rounding of the installed BLAS. Imports NumPy and the library's own verbs only.
+the rounding of the installed BLAS. Imports NumPy and `lossscale.numpy` only.
 """
 
 from __future__ import annotations

@@ -164,9 +164,9 @@ def find_backoffs(
     loss = "finite and is rising" if rising else "finite"
     message = (
         f"The scale was lowered {len(lowered)} times within "
-        f"{now.step - first.step + 1:,} steps, from {first.scale:g} to {now.scale:g}, "
-        f"and the loss was {loss}: the gradients are growing faster than the scale "
-        f"can follow{_listed(names)}."
+        f"{now.step - first.step + 1:,} steps, from {first.scale:,.10g} to "
+        f"{now.scale:,.10g}, and the loss was {loss}: the gradients are growing faster "
+        f"than the scale can follow{_listed(names)}."
     )
     return Alarm(
         "back-offs", now.step, _last_applied(recent, first.step), message, names
@@ -191,7 +191,7 @@ def find_floor(
     scale = "which is fixed" if limits.fixed else "where a lower one cannot help"
     message = (
         f"{len(stuck)} of the last {len(window)} steps overflowed at a scale of "
-        f"{now.scale:g}, {scale}: the gradients are too large for their "
+        f"{now.scale:,.10g}, {scale}: the gradients are too large for their "
         f"format{_listed(names)}."
     )
     first = stuck[0].step
@@ -214,7 +214,7 @@ def find_nan(
     message = (
         f"The {what} NaN for {len(recent) - start} steps in a row without an "
         "infinity, while the scale went from "
-        f"{recent[start].scale:g} to {now.scale:g}: no lower scale can "
+        f"{recent[start].scale:,.10g} to {now.scale:,.10g}: no lower scale can "
         f"help{_listed(names)}."
     )
     # The step before is what may have broken the weights, so those before it are the

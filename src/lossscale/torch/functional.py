@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The five verbs on torch tensors: eager, in `torch.compile`, in `torch.func`.
+"""The functional API on torch tensors: eager, in `torch.compile`, in `torch.func`.
 
     init(policy)                    the first state, as tensors
     scale(loss, state)              the loss times the scale, in float32
     unscale(grads, state)           the gradients divided by it, and what was seen
     update(policy, state, signal)   the state after the step
-    select(finite, new, old)        the new values, or the old ones on a bad step
+    select(finite, new, old)        the new values, or the old ones to skip a step
 
-The rule is not restated here: `update` lends `torch.where` to the policy.
+The rule is not restated here: `update` passes `torch.where` to the policy.
 
-Losses and gradients are nests of dict, list, tuple and NamedTuple; `None` passes
-through. Gradients are dense or sparse COO tensors (which stay sparse) of float16,
-bfloat16, float32, float64 or complex numbers; losses are dense and real. All of it can
-be differentiated, and nothing that was given is changed.
+Losses and gradients are nested structures of dict, list, tuple and NamedTuple; `None`
+passes through. Gradients are dense or sparse COO tensors (which stay sparse) of
+float16, bfloat16, float32, float64 or complex numbers; losses are dense and real. All
+of it can be differentiated, and nothing that was given is changed.
 
 Nothing here waits for a GPU, except for sparse gradients, whose size only the GPU
-knows, and for gradients on the CPU beside a state on a GPU. A state on the CPU moves
+knows, and for gradients on the CPU with a state on a GPU. A state on the CPU moves
 to the GPU with the first signal from there.
 """
 
@@ -97,14 +97,14 @@ def unscale(
     """Multiply gradients by 1 / scale, and say whether all of them are finite.
 
     float16 and bfloat16 gradients become float32, where small ones do not vanish
-    again; float64 stays float64. `Signal.finite` looks at the result: an infinity
+    again; float64 stays float64. `Signal.finite` describes the result: an infinity
     stays one when it is unscaled, and a finite gradient may become one. A complex
     gradient is finite if both of its parts are, and is measured as two numbers. A
     gradient that is finite and cannot be squared, as most optimizers do, is
     `Signal.too_large`: `finite` is False, and `update` leaves the scale.
 
     Args:
-        grads: A nest of scaled gradients.
+        grads: A nested structure of scaled gradients.
         state: The state whose scale was used for the loss.
         measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
             "zero_fraction" and "subnormal_fraction".
@@ -173,12 +173,12 @@ def select(finite: Any, new: Any, old: Any) -> Any:
 
     Args:
         finite: One boolean: `signal.finite`, not the signal.
-        new: A nest of tensors; with a Python boolean, of anything.
-        old: A nest of the same shape.
+        new: A nested structure of tensors; with a Python boolean, of anything.
+        old: A structure of the same shape.
 
     Raises:
         GradientError: If `finite` is anything but one boolean.
-        StructureError: If the two are not nests of the same shape, or if two leaves
+        StructureError: If the two do not have the same structure, or if two leaves
             cannot stand for each other.
 
     Example:
@@ -198,7 +198,7 @@ def select(finite: Any, new: Any, old: Any) -> Any:
 
 
 def divided(grads: Any, loss_scale: Any) -> Any:
-    """Return gradients times 1 / scale, without looking at the result."""
+    """Return gradients times 1 / scale, without checking the result."""
     inverse = 1.0 / _tensor(loss_scale)
     # The reciprocal of an infinite scale is 0, and so is that of one above 2**126 where
     # subnormal numbers are taken for zero: every gradient would be 0 and every step
@@ -213,7 +213,7 @@ def divided(grads: Any, loss_scale: Any) -> Any:
 
 
 def all_finite(grads: Any, device: torch.device) -> torch.Tensor:
-    """Return whether every leaf is finite; a nest without leaves is, on `device`."""
+    """Return whether every leaf is finite, on `device`; True if there is none."""
     return together(
         [gradient.is_finite(leaf) for _, leaf in trees.leaves(grads)], device
     )
@@ -257,7 +257,7 @@ def _booleans(finite: Any) -> torch.Tensor:
         raise GradientError(message)
     if finite.dtype is torch.bool:
         return finite
-    # Looking for NaN would wait for the device. A flag of NaN or infinity counts as not
+    # A check for NaN would wait for the device. A flag of NaN or infinity counts as not
     # finite.
     return (finite != 0) & torch.isfinite(finite)
 

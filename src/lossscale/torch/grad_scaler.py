@@ -766,7 +766,8 @@ class GradScaler(torch.amp.GradScaler):
         device = self._tensors()[0].device
         flags = list(step.found_inf.values())
         found_inf = flags[0]
-        if len(flags) > 1 or found_inf.device != device or found_inf.dim():
+        is_exact = step.has_own_flags and found_inf.device == device
+        if len(flags) > 1 or not is_exact or self._is_overridden(*_CHECK_HOOKS):
             found_inf = any_flag(flags, device)
         grad_scale = step.grad_scale
         if grad_scale is None and step.stage is OptState.READY:

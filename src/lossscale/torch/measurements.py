@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `unscale` measures beside finiteness, when it is asked to."""
+"""What `unscale` measures in addition to finiteness, when it is asked to."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ def measured(
     """Measure what was asked for; sums are kept in float64.
 
     Args:
-        grads: A nest of scaled gradients.
+        grads: A nested structure of scaled gradients.
         unscaled: The same, unscaled.
         names: What to measure.
         device: Where the results go if there are no gradients.
@@ -81,7 +81,7 @@ def _norm(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _magnitude(x: torch.Tensor) -> torch.Tensor:
     """Return the bits of a tensor without the sign.
 
-    Bits and not values: a processor can be told to take subnormal numbers for zero.
+    Bits and not values: a processor can be set to take subnormal numbers for zero.
     """
     kind, _ = _BITS[x.dtype]
     return x.view(kind) & torch.iinfo(kind).max

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer wrapper: scale the loss, unscale the gradients, skip the bad step."""
+"""The optimizer wrapper: scale the loss, unscale the gradients, skip overflows."""
 
 from collections.abc import Callable, Iterable
 from functools import partial

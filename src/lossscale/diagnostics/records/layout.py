@@ -303,8 +303,8 @@ def check_header(value: Any, path: str) -> dict[str, Any]:
         name, _, number = str(written).partition("/")
         if name == FORMAT.partition("/")[0] and number.isdecimal():
             message = (
-                f"{path} has the format {format_value(written)}, and this version reads "
-                f"{FORMAT!r}. Upgrade with: pip install --upgrade lossscale"
+                f"{path} has the format {format_value(written)}, and this version "
+                f"reads {FORMAT!r}. Upgrade with: pip install --upgrade lossscale"
             )
         else:
             message = not_a_run(path)

@@ -9,7 +9,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import NamedTuple
 
 from lossscale.diagnostics.alarms import Alarm, AlarmMonitor
@@ -59,7 +60,7 @@ class Session:
         self._writer = writer
         self._ordered = ordered
         self._monitor = monitor
-        self._writers = writers
+        self._writers = list(writers)
         self._flush_seconds = flush_seconds
         self._started = float(writer.header["started"])
         self._resumed_after = writer.last_step if writer.resumed else None
@@ -67,7 +68,7 @@ class Session:
         self._pending: StepRecord | None = None
         self._notes: dict[int, Note] = {}
         self._hold = _NOTED_STEPS
-        self._failure: str | None = None
+        self._failures: list[str] = []
         self._open = True
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -160,8 +161,7 @@ class Session:
                 self._writer.close()
             except OSError as error:
                 self._fail(error)
-        for each in self._writers:
-            each.close()
+        self._tell_writers(methodcaller("close"))
         self._warn()
         return alarms
 
@@ -189,8 +189,7 @@ class Session:
                 )
                 record = record._replace(nearest_finite=nearest)
         writer.add_step(record)
-        for each in self._writers:
-            each.write_step(record)
+        self._tell_writers(methodcaller("write_step", record))
         return [] if self._monitor is None else self._raise_alarms(record)
 
     def _raise_alarms(self, record: StepRecord) -> list[Alarm]:
@@ -198,9 +197,16 @@ class Session:
         alarms = self._monitor.update(record)
         for alarm in alarms:
             self._writer.add_event({"alarm": alarm._asdict()})
-            for each in self._writers:
-                each.write_alarm(alarm)
+            self._tell_writers(methodcaller("write_alarm", alarm))
         return alarms
+
+    def _tell_writers(self, call: Callable[[StepWriter], object]) -> None:
+        """Call every writer; one that fails is not called again."""
+        for each in tuple(self._writers):
+            failure = _try(call, each)
+            if failure is not None:
+                self._writers.remove(each)
+                self._failures.append(failure)
 
     def _after_adding(self) -> None:
         """Write now, or see to it that it happens."""
@@ -231,15 +237,27 @@ class Session:
         self._open = False
         self._writer.abandon()
         reason = error.strerror or error
-        self._failure = (
+        self._failures.append(
             f"{self._writer.path} cannot be written: {reason}. Recording ends here, "
             "and the training goes on."
         )
 
     def _warn(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
+        failures, self._failures = self._failures, []
+        for failure in failures:
             warnings.warn(failure, RecordWarning, stacklevel=4)
+
+
+def _try(call: Callable[[StepWriter], object], writer: StepWriter) -> str | None:
+    """Call a writer, and return what to say if it fails."""
+    try:
+        call(writer)
+    except Exception as error:  # noqa: BLE001  # a tracker may raise anything
+        return (
+            f"{type(writer).__name__} failed: {type(error).__name__}: {error}. It is "
+            "not called again, and recording goes on."
+        )
+    return None
 
 
 def _with_note(record: StepRecord, note: Note) -> StepRecord:

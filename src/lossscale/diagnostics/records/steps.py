@@ -5,7 +5,7 @@ Imports the standard library only.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 CAUSES = ("inf", "nan", "headroom", "loss", "not stepped")
 """Why a step may have been skipped: an infinite or NaN gradient, a finite one that the
@@ -56,15 +56,54 @@ class StepRecord(NamedTuple):
         return not self.applied
 
 
-def read_report(report: Any) -> StepRecord:
+class ReportLike(Protocol):
+    """What a recorder reads of a framework's step report.
+
+    `lossscale.torch.StepReport` is one. A report may have three attributes more: `loss`
+    and `lr`, as numbers that the host has, and `statistics`, a `TensorStatistics` on
+    the steps for which `Recorder.wants_statistics` is true, and `None` on all others.
+    """
+
+    @property
+    def index(self) -> int:
+        """Which step of the scaler it is, from 1."""
+
+    @property
+    def scale(self) -> float:
+        """The scale that the gradients carried."""
+
+    @property
+    def applied(self) -> bool:
+        """Whether the step was applied."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why it was not, one of `CAUSES`."""
+
+    @property
+    def norm(self) -> float | None:
+        """The norm of the unscaled gradients."""
+
+    @property
+    def clip(self) -> float:
+        """The factor that clipping multiplied them by."""
+
+    @property
+    def amax(self) -> float | None:
+        """Their largest finite magnitude, unscaled."""
+
+    @property
+    def nonfinite(self) -> Mapping[str, str]:
+        """The tensors that were not finite, each with "inf", "nan" or "headroom"."""
+
+
+def read_report(report: ReportLike) -> StepRecord:
     """Return what a framework's step report says.
 
-    The only function that reads a report's attributes. `loss` and `lr` are optional
-    there; every other attribute is one of `lossscale.torch.StepReport`.
+    The only function that reads a report's attributes.
     """
     applied = bool(report.applied)
-    nonfinite = () if applied else report.nonfinite
-    pairs = nonfinite.items() if isinstance(nonfinite, Mapping) else nonfinite
+    pairs = () if applied else report.nonfinite.items()
     return StepRecord(
         step=int(report.index),
         scale=float(report.scale),

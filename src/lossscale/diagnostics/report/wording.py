@@ -6,6 +6,7 @@ from math import frexp, isfinite, isnan
 NOTHING = "\u2013"
 """Shown where there is no number: a dash."""
 
+_THOUSAND = 1e3
 _LONG = 1e8
 _SUPERSCRIPTS = str.maketrans(
     "-0123456789", "\u207b\u2070\xb9\xb2\xb3\u2074\u2075\u2076\u2077\u2078\u2079"
@@ -31,7 +32,7 @@ def number(value: float | None) -> str:
     long = abs(value) >= _LONG or abs(value) < _SMALL
     if long and mantissa == _HALF:
         return f"2{str(exponent - 1).translate(_SUPERSCRIPTS)}"
-    return f"{value:.4g}"
+    return f"{value:,.0f}" if _THOUSAND <= abs(value) < _LONG else f"{value:.4g}"
 
 
 def percent(share: float) -> str:

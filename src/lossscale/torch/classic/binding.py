@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch lends to the classic classes: tensors that are updated in place.
+"""What torch provides for the classic classes: tensors that are updated in place.
 
 Everything happens at once, as in TensorFlow's eager mode.
 """

@@ -67,7 +67,7 @@ class FixedLossScaleManager(_Fixed, classic.FixedLossScaleManager):
 class ExponentialUpdateLossScaleManager(
     _Moving, classic.ExponentialUpdateLossScaleManager
 ):
-    """A manager that grows after clean steps in a row and shrinks after bad steps.
+    """A manager that grows after finite steps in a row and shrinks after overflows.
 
     Example:
         >>> import lossscale.torch.classic as ls
@@ -95,7 +95,7 @@ class FixedLossScale(_Fixed, classic.FixedLossScale):
 
 
 class DynamicLossScale(_Moving, classic.DynamicLossScale):
-    """A loss scale that doubles after clean steps and halves after a bad one.
+    """A loss scale that doubles after finite steps and halves after an overflow.
 
     Example:
         >>> import torch, lossscale.torch.classic as ls
@@ -109,7 +109,7 @@ class DynamicLossScale(_Moving, classic.DynamicLossScale):
 
 
 def get(identifier: Any) -> LossScale | None:
-    """Return the loss scale that a number, "dynamic", a LossScale or None stands for.
+    """Return the loss scale for a number, "dynamic", a LossScale or None.
 
     Raises:
         SettingError: For anything else (a ValueError).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer wrapper: scale the loss, unscale the gradients, skip the bad step."""
+"""The optimizer wrapper: scale the loss, unscale the gradients, skip overflows."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -108,12 +108,12 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscale every `.grad`, take a step if all are finite, and move the scale.
 
-        Afterwards `.grad` holds what was applied, unscaled. On a bad step nothing is
-        called, and `.grad` stays as it was, scaled. If the optimizer raises, the scale
-        does not move and `.grad` is as before.
+        Afterwards `.grad` holds what was applied, unscaled. In a skipped step nothing
+        is called, and `.grad` stays as it was, scaled. If the optimizer raises, the
+        scale does not move and `.grad` is as before.
 
         Args:
-            closure: Called once, before the gradients are looked at; it calls
+            closure: Called once, before the gradients are checked; it calls
                 `zero_grad` and `backward` and returns the loss.
 
         Returns:

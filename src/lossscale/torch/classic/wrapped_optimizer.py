@@ -50,7 +50,7 @@ class Stepper:
         return list(zip(found, parameters, strict=True))
 
     def apply_gradients(self, grads_and_vars: Iterable[Any]) -> tuple[Any]:
-        """Take a step with these gradients alone; the result stands in a tuple."""
+        """Take a step with these gradients alone; the result is a tuple."""
         before = [(one, one.grad) for one, _ in self.groups()]
         try:
             for one, _ in before:

@@ -324,7 +324,7 @@ def _raise_drift(
 
 
 def _list_ranks(ranks: list[int]) -> str:
-    """Return a few ranks by number, how many more there are, and a verb."""
+    """Return a few ranks by number, how many more there are, and "is" or "are"."""
     some = ", ".join(map(str, ranks[:_LISTED]))
     more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
     return f"ranks {some}{more} have" if len(ranks) > 1 else f"rank {some} has"

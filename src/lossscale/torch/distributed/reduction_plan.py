@@ -79,7 +79,7 @@ class ReductionPlan:
     def fits(self, param_groups: list[ParamGroup]) -> bool:
         """Whether an optimizer still has the parameters that this plan was made for.
 
-        Asked at every step, so it does not look at every parameter: DTensors replace
+        Asked at every step, so it does not inspect every parameter: DTensors replace
         others all at once, or as a group.
         """
         lists = [group["params"] for group in param_groups if group["params"]]
@@ -112,5 +112,5 @@ class ReductionPlan:
 
 
 def _fingerprint(params: list[torch.Tensor]) -> tuple[int, ...]:
-    """Return what tells one list of parameters from another, cheaply."""
+    """Return a cheap fingerprint of a list of parameters."""
     return len(params), *map(id, params[:1] + params[-1:])

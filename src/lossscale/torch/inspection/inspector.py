@@ -2,7 +2,7 @@
 """`GradientInspector`: collect the gradients, measure them, decide over ranks.
 
 One walk over the parameters per inspection. It knows nothing of the stages of a step or
-of policies: it is told what to measure and returns an `Inspection`.
+of policies: it receives what to measure and returns an `Inspection`.
 """
 
 import sys

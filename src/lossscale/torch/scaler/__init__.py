@@ -2,7 +2,7 @@
 """What `GradScaler` is composed of; no file here imports it.
 
 options.py           the constructor's arguments, validated once
-state.py             bad steps, counters and kernel settings; saving and pickling
+state.py             overflow count, counters and kernel settings; saving and pickling
 scale_update.py      a policy on Python numbers, tensors or a kernel
 iteration.py         the stages of a step, for each optimizer: guards and transitions
 fused_optimizers.py  optimizers that take `grad_scale` and `found_inf`

@@ -48,7 +48,7 @@ class MicroBatch(NamedTuple):
 
 
 class FirstGradient:
-    """Which gradient an optimizer had first, to tell it from a later one.
+    """Which gradient an optimizer had first, to distinguish it from a later one.
 
     A backward pass after `zero_grad()` brings a new tensor; after
     `zero_grad(set_to_none=False)` it writes to the same one.
@@ -119,6 +119,7 @@ class OptimizerStep:
         """The first gradient when they were unscaled."""
         self._losses = 0
         """How many losses had been scaled then."""
+        self._own_flags: FoundInf | None = None
 
     @property
     def reference(self) -> Callable[[], torch.optim.Optimizer | None]:
@@ -140,6 +141,11 @@ class OptimizerStep:
         """Torch's flags, one for each device."""
         flags: FoundInf = self.state["found_inf_per_device"]
         return flags
+
+    @property
+    def has_own_flags(self) -> bool:
+        """Whether the flags are those that were recorded here: exactly 0 or 1."""
+        return self.state["found_inf_per_device"] is self._own_flags
 
     # -- guards ------------------------------------------------------------------------
 
@@ -243,7 +249,7 @@ class OptimizerStep:
 
     def mark_checked(self, found_inf: FoundInf) -> None:
         """Record the flags of gradients that stay as they came."""
-        self.state["found_inf_per_device"] = found_inf
+        self.state["found_inf_per_device"] = self._own_flags = found_inf
 
     def mark_unscaled(
         self, found_inf: FoundInf, losses: int, *, stepping: bool = False
@@ -255,7 +261,7 @@ class OptimizerStep:
             losses: How many losses have been scaled so far.
             stepping: Whether `step` unscaled them.
         """
-        self.state["found_inf_per_device"] = found_inf
+        self.state["found_inf_per_device"] = self._own_flags = found_inf
         self.state["stage"] = OptState.UNSCALED
         self._unscaled = FirstGradient(self.optimizer)
         self._losses = losses

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ScalerState`: the part of a scaler's state that torch's class does not have.
 
-torch's class owns `_scale` and `_growth_tracker`. Beside them are the overflows counted
+torch's class owns `_scale` and `_growth_tracker`. Added here: the overflows counted
 towards a back-off and three step counters: Python integers where the scale is on a CPU,
 tensors next to it elsewhere. Tensors are changed in place and keep their identity, so
 that a captured CUDA graph reads and writes them whatever is set or loaded later.
@@ -40,10 +40,10 @@ class ScalerState:
         self._counters = [0, 0, 0]
         self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None
         self._tensors = None
-        """Bad steps, counters and kernel settings, if they are on a device."""
+        """Overflow count, counters and kernel settings, if they are on a device."""
 
     def numbers(self) -> tuple[int, list[int]]:
-        """Return bad steps and counters; waits for the device."""
+        """Return the overflow count and the counters; waits for the device."""
         if self._tensors is not None:
             bad_steps, counters, _ = self._tensors
             self._bad_steps = int(bad_steps.item())
@@ -51,7 +51,7 @@ class ScalerState:
         return self._bad_steps, list(self._counters)
 
     def set_numbers(self, bad_steps: int, counters: list[int]) -> None:
-        """Set bad steps and counters, in place."""
+        """Set the overflow count and the counters, in place."""
         self._bad_steps, self._counters = bad_steps, list(counters)
         if self._tensors is not None:
             self._fill(*self._tensors[:2])
@@ -148,7 +148,7 @@ class ScalerState:
 def parse_state_dict(
     state_dict: StateDict, policy: Policy | None, factors: tuple[float, float, int]
 ) -> tuple[StateDict, int, list[int]]:
-    """Return torch's entries of a state dict, bad steps and counters; validated.
+    """Return torch's entries of a state dict, overflows and counters; validated.
 
     Args:
         state_dict: From this class or from torch's.

@@ -329,7 +329,7 @@
       this.plot = new uPlot({
         width: this.plotArea.clientWidth,
         height: kind.height,
-        padding: [10, this.clips ? 4 : 12, 0, 0],
+        padding: [10, this.clips ? 4 : 32, 0, 0],
         legend: { show: false },
         cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { show: false }, sync: { key: "steps", setSeries: false } },
         scales: {
@@ -832,12 +832,11 @@
     const showTensors = () => {
       const run = RUNS[Number(chooser?.value ?? DATA.tensor_run)];
       $("#tensors").classList.toggle("without", !run.heat);
-      for (const map of maps) map.show(run);
-      histogram.show(run);
+      return Promise.all([...maps.map((map) => map.show(run)), histogram.show(run)]);
     };
     chooser?.addEventListener("change", showTensors);
-    showTensors();
-    showRange(firstStep, lastStep).then(() => { document.documentElement.dataset.ready = "yes"; });
+    Promise.all([showTensors(), showRange(firstStep, lastStep)])
+      .then(() => { document.documentElement.dataset.ready = "yes"; });
 
     const redraw = () => {
       for (const chart of charts) chart.shape = null;
