@@ -40,7 +40,7 @@ _RUNS = 4
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("lossscale-demo.png"),
     show_default=True,
-    help="Where the picture goes; the report is beside it, with the suffix .html.",
+    help="Where the picture goes; the report is next to it, with the suffix .html.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, draw nothing.")
 @click.pass_context

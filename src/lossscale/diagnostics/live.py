@@ -52,7 +52,7 @@ def sparkline(
     width: int,
     choose: Callable[[Iterable[float]], float] = max,
 ) -> str:
-    """Return values as bars, each the extreme of the values that it stands for.
+    """Return values as bars, each the extreme of the values that it represents.
 
     Example:
         >>> from lossscale.diagnostics.live import sparkline

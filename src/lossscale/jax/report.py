@@ -109,7 +109,8 @@ def nonfinite_leaves(
     if finite.shape != (len(paths),):
         message = (
             f"The flags have shape {finite.shape} and the tree has {len(paths)} "
-            f"gradients: {format_value(paths)}. Pass the tree that leaf_flags was called with."
+            f"gradients: {format_value(paths)}. Pass the tree that leaf_flags was "
+            "called with."
         )
         raise StructureError(message)
     kinds = np.select([nan, ~finite, too_large], ["nan", "inf", "too large"], "")

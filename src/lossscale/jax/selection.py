@@ -118,8 +118,8 @@ def _select_leaf(
             return new
         message = (
             f"The two leaves at {location} are {format_value(new)} and "
-            f"{format_value(old)}. Under jit only arrays can be selected: convert the leaves "
-            "to arrays, or remove them from both trees."
+            f"{format_value(old)}. Under jit only arrays can be selected: convert the "
+            "leaves to arrays, or remove them from both trees."
         )
         raise StructureError(message)
     new_type, old_type = _get_array_type(new), _get_array_type(old)

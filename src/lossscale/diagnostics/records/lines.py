@@ -16,7 +16,7 @@ _PIECE = 2**20
 
 
 class Malformed:
-    """Stands for a line that is not JSON, or is longer than any that is written."""
+    """Represents a line that is not JSON, or is longer than any that is written."""
 
 
 MALFORMED = Malformed()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a recorded run: its header, its blocks, and its steps where they are asked for.
 
-`read_run` takes what it can from the roll-up beside the run, and computes the rest from
-the run itself: the end that was not rolled up yet, or all of it if the roll-up is
+`read_run` takes what it can from the roll-up next to the run, and computes the rest
+from the run itself: the end that was not rolled up yet, or all of it if the roll-up is
 missing, torn or of another run. Imports the standard library only.
 """
 
@@ -101,9 +101,9 @@ class RunFile:
         self.malformed = Malformed()
         """The lines that could not be read."""
         self.rolled_up = start
-        """How many bytes of the run the roll-up beside it covers."""
+        """How many bytes of the run the roll-up next to it covers."""
         self.finished: list[Block | TensorBlock] = []
-        """What the roll-up beside it lacks."""
+        """What the roll-up next to it lacks."""
 
     @property
     def dtype(self) -> str:
@@ -236,7 +236,7 @@ def scan_run(
 
 
 def rollup_path(path: str | os.PathLike[str]) -> Path:
-    """Return where the roll-up of a run is: beside it."""
+    """Return where the roll-up of a run is: next to it."""
     return Path(f"{os.fspath(path)}.rollup")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record every step of a training: one line of JSON each, and a roll-up beside it.
+"""Record every step of a training: one line of JSON each, and a roll-up next to it.
 
 A `Recorder` does not stop a training: what is wrong with its arguments is an error when
 it is made, and a disk that is full later is one warning. It writes once a second, each
@@ -83,7 +83,7 @@ class Recorder:
 
         Args:
             path: Where the run goes; folders that are missing are made. The roll-up is
-                beside it, with `.rollup` at its end.
+                next to it, with `.rollup` at its end.
             name: What reports call the run; by default the file's name.
             policy: The policy of the scale. Alarms read its growth interval and floor.
             dtype: The format in which gradients are stored, for the headroom.

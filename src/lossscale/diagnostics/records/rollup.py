@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roll-up of a run: one row per 1,024 steps, in a file beside the run's own.
+"""The roll-up of a run: one row per 1,024 steps, in a file next to the run's own.
 
 A report over ten million steps reads ten thousand of these rows, and of the steps
 themselves only those that it shows one by one: each row says where in the run's file
@@ -21,13 +21,13 @@ from lossscale.diagnostics.records.layout import decode_statistics
 from lossscale.diagnostics.records.steps import CAUSES, StepRecord
 
 ROLLUP_FORMAT = "lossscale-rollup/1"
-"""The format of the file beside the run."""
+"""The format of the file next to the run."""
 
 BLOCK_STEPS = 1_024
-"""How many steps one row stands for, at most."""
+"""How many steps one row represents, at most."""
 
 TENSOR_BLOCKS = 4
-"""How many blocks one row of tensors stands for."""
+"""How many blocks one row of tensors represents."""
 
 MOST_SKIPS = 32
 """How many skipped steps a row lists one by one."""

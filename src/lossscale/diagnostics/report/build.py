@@ -27,7 +27,7 @@ def build_report(
     format: str = "html",  # noqa: A002  # what it is called everywhere else
     on_progress: OnProgress | None = None,
 ) -> str:
-    """Return the report of one run, or of several beside each other.
+    """Return the report of one run, or of several next to each other.
 
     Args:
         paths: The files that a `Recorder` wrote, one per run.

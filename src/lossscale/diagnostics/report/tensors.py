@@ -81,7 +81,7 @@ def make_heat_map(run: RunFile) -> HeatMap | None:
 _FARTHEST = 300.0
 
 BROKEN = -1.0
-"""The headroom that stands for a tensor without a finite number."""
+"""The headroom that represents a tensor without a finite number."""
 
 
 def dtype_of(run: RunFile, index: int) -> str:
@@ -174,7 +174,7 @@ class Histograms:
     steps: list[int]
     scales: list[float]
     names: list[str]
-    """The tensors; the first stands for all of them together."""
+    """The tensors; the first represents all of them together."""
     first_exponent: int
     counts: npt.NDArray[np.float32]
     """By step, tensor and exponent: how many numbers."""
