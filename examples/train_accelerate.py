@@ -28,7 +28,7 @@ STEPS, BATCH, SIZES = 300, 64, [64] * 8 + [10]
 def start(half, scaled):
     """Return what a run is made of, at its first step."""
     accelerator = Accelerator(mixed_precision="fp16")
-    accelerator.native_amp = half  # autocast; on a GPU it is on if nobody says no
+    accelerator.native_amp = half  # autocast; on a GPU it is on by default
     device = accelerator.device.type
     accelerator.scaler = GradScaler(device, growth_interval=20, enabled=scaled)
     torch.manual_seed(0)  # the same start in every run
@@ -59,7 +59,10 @@ def train(name, half, scaled):
         schedule.step()  # for the steps that were taken
         if muon.step_was_skipped and step == 200:
             seen = accelerator.scaler.last_step
-            print(f"step {step} skipped: {seen.reason}, {len(seen.culprits)} layers")
+            print(
+                f"step {step} skipped: {seen.reason}, "
+                f"{len(seen.nonfinite_names)} layers"
+            )
         if step == STEPS // 2:
             with tempfile.TemporaryDirectory() as folder:
                 accelerator.save_state(folder)
@@ -68,7 +71,7 @@ def train(name, half, scaled):
 
     with torch.no_grad():
         accuracy = (model(digits.test_images).argmax(1) == digits.test_labels).float()
-    skipped, scale = accelerator.scaler.skipped, accelerator.scaler.get_scale()
+    skipped, scale = accelerator.scaler.skipped_steps, accelerator.scaler.get_scale()
     print(f"{name:22} accuracy {accuracy.mean():.1%} skipped {skipped} ", end="")
     print(f"scale {scale:,.0f} rate {schedule.get_last_lr()[0]:.5f}")
 

@@ -5,7 +5,7 @@
     pip install 'lossscale[numpy,torch]' lightning
     python examples/train_lightning.py
 
-The story of `examples/train_torch.py`, told by Lightning's Trainer.
+The experiment of `examples/train_torch.py`, run by Lightning's Trainer.
 """
 
 import logging
@@ -51,7 +51,9 @@ class Classifier(LightningModule):
     def lr_scheduler_step(self, scheduler, _):
         self.scaler.step_scheduler(scheduler)  # for the steps that were taken
         if self.global_step == self.bad + 1 and (seen := self.scaler.last_step):
-            print(f"step 200 skipped: {seen.reason}, {len(seen.culprits)} layers")
+            print(
+                f"step 200 skipped: {seen.reason}, {len(seen.nonfinite_names)} layers"
+            )
 
 
 def train(name, half, scaled):
@@ -70,7 +72,10 @@ def train(name, half, scaled):
     with torch.no_grad(), plugin.forward_context():
         guesses = model.to(DEVICE).network(DIGITS.test_images).argmax(1)
     right, scale = (guesses == DIGITS.test_labels).float().mean(), scaler.get_scale()
-    print(f"{name:22} accuracy {right:.1%} skipped {scaler.skipped} scale {scale:,.0f}")
+    print(
+        f"{name:22} accuracy {right:.1%} "
+        f"skipped {scaler.skipped_steps} scale {scale:,.0f}"
+    )
 
 
 if __name__ == "__main__":

@@ -56,7 +56,10 @@ def train(name, half, scaled):
         scaler.step_scheduler(schedule)  # for the steps that were taken
         if scaled and step == 200:
             seen = scaler.last_step
-            print(f"step {step} skipped: {seen.reason}, {len(seen.culprits)} layers")
+            print(
+                f"step {step} skipped: {seen.reason}, "
+                f"{len(seen.nonfinite_names)} layers"
+            )
         if step == STEPS // 2:
             file, parts = io.BytesIO(), (model, muon, schedule, scaler)
             torch.save([part.state_dict() for part in parts], file)
@@ -68,7 +71,7 @@ def train(name, half, scaled):
     with torch.no_grad(), torch.autocast(DEVICE, torch.float16, enabled=half):
         guesses = model(DIGITS.test_images).argmax(1)
     accuracy = (guesses == DIGITS.test_labels).float().mean()
-    skipped, scale = scaler.skipped, scaler.get_scale()
+    skipped, scale = scaler.skipped_steps, scaler.get_scale()
     print(f"{name:22} accuracy {accuracy:.1%} skipped {skipped} scale {scale:,.0f}")
 
 

@@ -63,7 +63,10 @@ def main():
         scaler.step(adam)  # on all ranks or on none
         scaler.update()
         if step == 200:
-            print(f"rank {rank}: {scaler.last_step.reason} {scaler.last_step.culprits}")
+            print(
+                f"rank {rank}: {scaler.last_step.reason} "
+                f"{scaler.last_step.nonfinite_names}"
+            )
         if step == STEPS // 2:
             saved = copy.deepcopy([x.state_dict() for x in (model, adam, scaler)])
             model, adam, scaler = parts = start(mesh)
@@ -72,7 +75,9 @@ def main():
     with torch.no_grad():
         right = model(DIGITS.test_images).argmax(1) == DIGITS.test_labels
     accuracy, scale = right.float().mean(), scaler.get_scale()
-    print(f"rank {rank}: accuracy {accuracy:.1%} skipped {scaler.skipped} {scale=}")
+    print(
+        f"rank {rank}: accuracy {accuracy:.1%} skipped {scaler.skipped_steps} {scale=}"
+    )
     dist.destroy_process_group()
 
 

@@ -8,8 +8,7 @@ from helpers.sequences import overflow_pattern
 from helpers.traces import read, replay
 
 from lossscale import Dynamic, Fixed, ScaleState, presets
-from lossscale.convert import detect_library, from_library, to_library
-from lossscale.convert.formats import LIBRARIES
+from lossscale.convert import LIBRARIES, detect_library, from_library, to_library
 from lossscale.errors import StateError
 
 
@@ -224,8 +223,8 @@ def test_a_whole_number_may_be_written_as_a_float():
     assert ScaleState(8.0, 3, 0) == state
 
 
-def test_a_state_of_nobody_is_not_guessed():
-    with pytest.raises(StateError, match="Cannot tell whose state"):
+def test_a_state_of_an_unknown_library_is_not_guessed():
+    with pytest.raises(StateError, match="do not identify a library"):
         detect_library({"loss": 3})
 
 

@@ -21,7 +21,7 @@ def step_once(path, bad_rank, value):
         "cpu",
         init_scale=8.0,
         growth_interval=1,
-        process_group=torch.distributed.group.WORLD,
+        process_groups=torch.distributed.group.WORLD,
     )
     seen = []
     for step in range(3):
@@ -53,7 +53,7 @@ def step_once(path, bad_rank, value):
                 scaler.get_scale(),
                 last.applied,
                 last.reason,
-                len(last.culprits),
+                len(last.nonfinite_names),
             )
         )
     return seen
@@ -67,6 +67,6 @@ def test_a_bad_gradient_of_one_rank_is_skipped_by_all(four_ranks, path, value):
         assert ([[1.0] * 3] * 2, 16.0, True, None, 0) == first
         reason = "nan" if value != value else "inf"  # noqa: PLR0124
         reason = "loss" if rank == 2 else reason  # which knows of its own loss
-        culprits = 1 if rank == 2 else 0
-        assert ([[1.0] * 3] * 2, 8.0, False, reason, culprits) == second
+        nonfinite_names = 1 if rank == 2 else 0
+        assert ([[1.0] * 3] * 2, 8.0, False, reason, nonfinite_names) == second
         assert ([[0.0] * 3] * 2, 16.0, True, None, 0) == third

@@ -16,7 +16,7 @@ def without_gradients(path):
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.25, fused=path == "fused")
     world = torch.distributed.group.WORLD
-    scaler = scaler_of_all(sharded=world if path == "sharded clip" else None)
+    scaler = scaler_of_all(shard_groups=world if path == "sharded clip" else None)
     scales = []
     for step in range(3):
         optimizer.zero_grad()
@@ -31,7 +31,7 @@ def without_gradients(path):
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    return scales, weight.tolist(), scaler.skipped, scaler.last_step.applied
+    return scales, weight.tolist(), scaler.skipped_steps, scaler.last_step.applied
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def random_steps(seed, path, bad):
     other = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight, other], lr=0.5, fused=path == "fused")
     scaler = GradScaler(
-        "cpu", 2.0**10, growth_interval=3, process_group=torch.distributed.group.WORLD
+        "cpu", 2.0**10, growth_interval=3, process_groups=torch.distributed.group.WORLD
     )
     seen = []
     for flags in bad:
@@ -113,7 +113,7 @@ def clipped(norm_type, path, numbers):
     weight = torch.nn.Parameter(torch.zeros(5))
     # A fused optimizer that moves weights by their gradients alone.
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=path == "fused")
-    scaler = scaler_of_all(sharded=world)
+    scaler = scaler_of_all(shard_groups=world)
     own = torch.tensor(numbers[rank])
     scaler.scale((weight * own).sum()).backward()
     with Collectives() as sent:
@@ -180,7 +180,7 @@ def a_loss_of_nan(path):
     scaler = GradScaler(
         "cpu",
         policy=Dynamic(init_scale=8.0, hold_on_nonfinite_loss=True),
-        process_group=torch.distributed.group.WORLD,
+        process_groups=torch.distributed.group.WORLD,
     )
     loss = weight.sum()
     if rank == 1:
@@ -249,7 +249,7 @@ def what_a_policy_is_told(clips):
     rank = torch.distributed.get_rank()
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = GradScaler("cpu", policy=Told(), sharded=world)
+    scaler = GradScaler("cpu", policy=Told(), shard_groups=world)
     scaler.scale((weight * (rank + 1.0)).sum()).backward()
     with Collectives() as sent:
         if clips:
@@ -309,7 +309,7 @@ def a_stage_without_a_loss():
     rank = torch.distributed.get_rank()
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    scaler = GradScaler("cpu", 8.0, sharded=torch.distributed.group.WORLD)
+    scaler = GradScaler("cpu", 8.0, shard_groups=torch.distributed.group.WORLD)
     seen = []
     for step in range(2):
         # What comes back through the pipeline carries the scale of the last stage.
@@ -353,9 +353,9 @@ def refused():
     group = torch.distributed.new_group([0, 1])
     scaler = scaler_of_all()
     return [
-        error_of(GradScaler, "cpu", process_group="world"),
+        error_of(GradScaler, "cpu", process_groups="world"),
         error_of(GradScaler, "cpu", meshes=3),
-        error_of(GradScaler, "cpu", process_group=group),
+        error_of(GradScaler, "cpu", process_groups=group),
         error_of(pickle.dumps, scaler),
         error_of(copy.deepcopy, scaler),
     ]
@@ -364,7 +364,7 @@ def refused():
 def test_what_cannot_be_declared_is_refused_with_what_to_type(four_ranks):
     for rank, errors in enumerate(four_ranks.run(refused)):
         first, second, third, *pickled = errors
-        assert "process_group must be a process group or a device mesh" in first
+        assert "process_groups must be a process group or a device mesh" in first
         assert "torch.distributed.group.WORLD" in first
         assert "meshes must be" in second
         member = "" if rank < 2 else "this rank is not a member of"
@@ -378,4 +378,4 @@ def test_groups_need_processes_that_are_running():
     from lossscale.torch import GradScaler
 
     with pytest.raises(ValueError, match="init_process_group"):
-        GradScaler("cpu", process_group=[])
+        GradScaler("cpu", process_groups=[])

@@ -17,8 +17,8 @@ def step_apart(kind, path):
     scaler = GradScaler(
         "cpu",
         init_scale=8.0,
-        process_group=world,
-        sharded=world if path == "sum" else None,
+        process_groups=world,
+        shard_groups=world if path == "sum" else None,
     )
     state = scaler.state_dict()
     if rank == 1:
@@ -40,7 +40,7 @@ def step_apart(kind, path):
 def test_another_scale_on_one_rank_is_an_error_on_every_rank(four_ranks, path):
     for message, weight, same in four_ranks.run(step_apart, "scale", path):
         assert (
-            "ranks 0, 2, 3: scale 8, 0 clean steps; rank 1: scale 16, 0 clean steps"
+            "ranks 0, 2, 3 have 8 (0 finite steps); rank 1 has 16 (0 finite steps)"
         ) in message
         assert [1.0, 1.0] == weight
         assert same
@@ -51,7 +51,7 @@ def test_another_count_towards_growth_is_an_error_before_the_scales_part(
     four_ranks, path
 ):
     for message, weight, same in four_ranks.run(step_apart, "count", path):
-        assert "rank 1: scale 8, 5 clean steps" in message
+        assert "rank 1 has 8 (5 finite steps)" in message
         assert [1.0, 1.0] == weight
         assert same
 
@@ -80,7 +80,7 @@ def step_in_a_grid():
 def test_ranks_that_share_no_group_with_it_are_told_as_well(four_ranks):
     for message in four_ranks.run(step_in_a_grid):
         assert (
-            "ranks 0, 1, 2: scale 8, 0 clean steps; rank 3: scale 4, 0 clean steps"
+            "ranks 0, 1, 2 have 8 (0 finite steps); rank 3 has 4 (0 finite steps)"
         ) in message
 
 
@@ -90,11 +90,17 @@ def marks_of_sums(seed):
 
     import torch
 
-    from lossscale.torch.agreement import Found, OnDevice, OnHost, agree
-    from lossscale.torch.ranks import Plan, declared
+    from lossscale.torch.distributed.consensus import (
+        DeviceOps,
+        Findings,
+        HostOps,
+        reduce_findings,
+    )
+    from lossscale.torch.distributed.rank_groups import parse_rank_groups
+    from lossscale.torch.distributed.reduction_plan import ReductionPlan
 
     world = torch.distributed.group.WORLD
-    plan = Plan(declared(world, None, world), [])
+    plan = ReductionPlan(parse_rank_groups(world, None, world), [])
     rank = torch.distributed.get_rank()
     random = random.Random(seed)
     wrong = []
@@ -106,13 +112,15 @@ def marks_of_sums(seed):
             # Patterns whose mean is the mark of some rank, too.
             for other in range(random.randrange(1, 4)):
                 marks[other] = (base + random.choice([-1, 1]) * step) % 2**32
-        reckon, zero, mark = OnHost(), 0.0, float(marks[rank])
+        ops, zero, mark = HostOps(), 0.0, float(marks[rank])
         if at % 2:
-            reckon = OnDevice()
+            ops = DeviceOps()
             zero, mark = torch.tensor([zero, mark], dtype=torch.float64).unbind()
-        found = Found(zero, zero, zero, zero, zero, {})
-        agreed = agree(plan, found, mark, reckon, largest=at % 3 == 0, add_up=True)
-        if bool(agreed.drifted) != (len(set(marks)) > 1):
+        found = Findings(zero, zero, zero, zero, zero, {})
+        _, drifted = reduce_findings(
+            plan, found, mark, ops, wants_amax=at % 3 == 0, sums_squares=True
+        )
+        if bool(drifted) != (len(set(marks)) > 1):
             wrong.append(marks)
     return wrong
 

@@ -230,7 +230,7 @@ def _print_trace(
 def _draw(results: "dict[str, Simulation]") -> None:
     """Draw the exponents of the scales over the steps, one chart for each policy.
 
-    Lines in one chart could only be told apart by colour, which a pipe does not have.
+    Lines in one chart would differ by colour alone, which a pipe does not have.
     """
     import numpy as np
     from uniplot import plot_to_string

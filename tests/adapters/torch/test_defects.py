@@ -228,7 +228,7 @@ def test_such_a_gradient_is_reported_as_finite():
     optimizer = torch.optim.SGD([weight], lr=1e-60, fused=True)
     scaler = make(ls.GradScaler, init_scale=2.0**-4)
     step(scaler, optimizer, 1e60, [weight])
-    assert (True, ()) == (scaler.last_step.applied, scaler.last_step.culprits)
+    assert (True, ()) == (scaler.last_step.applied, scaler.last_step.nonfinite_names)
 
 
 # An error within a fused step
