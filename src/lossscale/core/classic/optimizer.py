@@ -275,7 +275,8 @@ class LossScaleOptimizer:
         except (TypeError, ValueError):
             message = (
                 f"{type(scale).__name__}.update() returned {format_value(answer)}, "
-                "expected (update_op, should_apply_gradients), the second of them one boolean."
+                "expected (update_op, should_apply_gradients), the second of them one "
+                "boolean."
             )
             raise SettingTypeError(message) from None
 
