@@ -440,7 +440,7 @@ class HeadroomConformance:
 
 
 class ClassicConformance:
-    """The seven classic classes, eagerly. Numbers are items of the spec's checklist."""
+    """The seven classic classes, eagerly."""
 
     framework: Framework
 
@@ -466,11 +466,11 @@ class ClassicConformance:
         for flag in flags:
             operation, should_apply = loss_scale.update([self.gradient(flag == "G")])
             assert operation is None
-            assert (flag == "G") == bool(self.framework.numpy(should_apply))  # 31
+            assert (flag == "G") == bool(self.framework.numpy(should_apply))
             scales.append(self.value(loss_scale()))
         return scales
 
-    def test_01_a_fixed_manager_keeps_its_value(self):
+    def test_a_fixed_manager_keeps_its_value(self):
         manager = self.framework.module.FixedLossScaleManager(1000)
         for _ in range(10):
             assert manager.update_loss_scale(False) is None
@@ -479,34 +479,32 @@ class ClassicConformance:
     QUARTER = FLOAT32_MAX / 4
 
     @pytest.mark.parametrize(
-        ("item", "arguments", "flags", "expected"),
+        ("arguments", "flags", "expected"),
         [
-            (2, (1, 2, 2, 2, 0.5), "GGGGGG", [1, 2, 2, 4, 4, 8]),
-            (4, (1024, 2, 2, 2, 0.5), "BBBBBB", [1024, 512, 512, 256, 256, 128]),
-            (5, (16, 2, 2, 2, 0.5), "BBBBBBBBBB", [16, 8, 8, 4, 4, 2, 2, 1, 1, 1]),
-            (6, (1, 2, 2, 2, 0.5), "GGGBG", [1, 2, 2, 2, 2]),
-            (7, (1, 2, 2, 2, 0.5), "GGGBGB", [1, 2, 2, 2, 2, 1]),
-            (8, (1, 1, 1, 2, 0.5), "GGGBGG", [2, 4, 8, 4, 8, 16]),
-            (9, (1, 1, 1, 2, 0.5), "GBGBGBGBG", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
-            (10, (32, 2, 1, 2, 0.5), "GBGBGBG", [32, 16, 16, 8, 8, 4, 4]),
+            ((1, 2, 2, 2, 0.5), "GGGGGG", [1, 2, 2, 4, 4, 8]),
+            ((1024, 2, 2, 2, 0.5), "BBBBBB", [1024, 512, 512, 256, 256, 128]),
+            ((16, 2, 2, 2, 0.5), "BBBBBBBBBB", [16, 8, 8, 4, 4, 2, 2, 1, 1, 1]),
+            ((1, 2, 2, 2, 0.5), "GGGBG", [1, 2, 2, 2, 2]),
+            ((1, 2, 2, 2, 0.5), "GGGBGB", [1, 2, 2, 2, 2, 1]),
+            ((1, 1, 1, 2, 0.5), "GGGBGG", [2, 4, 8, 4, 8, 16]),
+            ((1, 1, 1, 2, 0.5), "GBGBGBGBG", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
+            ((32, 2, 1, 2, 0.5), "GBGBGBG", [32, 16, 16, 8, 8, 4, 4]),
             (
-                11,
                 (4, 2, 2, 2, 0.5),
                 "BBGGGBGBGGGB",
                 [4, 2, 2, 4, 4, 4, 4, 2, 2, 4, 4, 4],
             ),
         ],
     )
-    def test_02_to_11_the_exponential_manager(self, item, arguments, flags, expected):
-        del item
+    def test_the_exponential_manager(self, arguments, flags, expected):
         assert expected == self.manager_scales(flags, *arguments)
 
-    def test_03_growth_stops_at_the_largest_float32(self):
+    def test_growth_of_a_manager_stops_at_the_largest_float32(self):
         quarter = self.QUARTER
         expected = [quarter, 2 * quarter, 2 * quarter, *[4 * quarter] * 3]
         assert expected == self.manager_scales("GGGGGG", quarter, 2, 2, 2, 0.5)
 
-    def test_18_a_fixed_loss_scale_says_true_to_anything(self):
+    def test_a_fixed_loss_scale_says_true_to_anything(self):
         fixed = self.framework.module.FixedLossScale(1000)
         for finite in (True, False):
             operation, should_apply = fixed.update([self.gradient(finite)])
@@ -514,7 +512,7 @@ class ClassicConformance:
             assert should_apply is True
             assert 1000.0 == self.value(fixed())
 
-    def test_19_a_fixed_loss_scale_goes_through_its_config(self):
+    def test_a_fixed_loss_scale_goes_through_its_config(self):
         fixed = self.framework.module.get(123)
         assert {"loss_scale_value": 123.0} == fixed.get_config()
         again = type(fixed).from_config(fixed.get_config())
@@ -522,34 +520,33 @@ class ClassicConformance:
         assert "FixedLossScale(123.0)" == repr(again)
 
     @pytest.mark.parametrize(
-        ("item", "arguments", "flags", "expected"),
+        ("arguments", "flags", "expected"),
         [
-            (21, (1, 2, 2), "GGGGGG", [1, 2, 2, 4, 4, 8]),
-            (23, (1024, 2, 2), "BBBBBB", [512, 256, 128, 64, 32, 16]),
-            (24, (16, 2, 2), "BBBBBB", [8, 4, 2, 1, 1, 1]),
-            (25, (1, 2, 2), "GGGBG", [1, 2, 2, 1, 1]),
-            (26, (1, 1, 2), "GGGBGG", [2, 4, 8, 4, 8, 16]),
-            (27, (1, 1, 2), "GBGBGBGBG", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
-            (28, (32, 2, 2), "GBGBGBG", [32, 16, 16, 8, 8, 4, 4]),
-            (29, (4, 2, 3), "GGBGG", [4, 12, 4, 4, 12]),
-            (30, (4, 2, 2), "BGGGBGBGGGB", [2, 2, 4, 4, 2, 2, 1, 1, 2, 2, 1]),
+            ((1, 2, 2), "GGGGGG", [1, 2, 2, 4, 4, 8]),
+            ((1024, 2, 2), "BBBBBB", [512, 256, 128, 64, 32, 16]),
+            ((16, 2, 2), "BBBBBB", [8, 4, 2, 1, 1, 1]),
+            ((1, 2, 2), "GGGBG", [1, 2, 2, 1, 1]),
+            ((1, 1, 2), "GGGBGG", [2, 4, 8, 4, 8, 16]),
+            ((1, 1, 2), "GBGBGBGBG", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
+            ((32, 2, 2), "GBGBGBG", [32, 16, 16, 8, 8, 4, 4]),
+            ((4, 2, 3), "GGBGG", [4, 12, 4, 4, 12]),
+            ((4, 2, 2), "BGGGBGBGGGB", [2, 2, 4, 4, 2, 2, 1, 1, 2, 2, 1]),
         ],
     )
-    def test_21_to_31_the_dynamic_loss_scale(self, item, arguments, flags, expected):
-        del item
+    def test_the_dynamic_loss_scale(self, arguments, flags, expected):
         assert expected == self.dynamic_scales(flags, *arguments)
 
-    def test_22_growth_stops_at_the_largest_float32(self):
+    def test_growth_of_a_loss_scale_stops_at_the_largest_float32(self):
         quarter = self.QUARTER
         expected = [quarter, 2 * quarter, 2 * quarter, *[4 * quarter] * 3]
         assert expected == self.dynamic_scales("GGGGGG", quarter, 2, 2)
 
-    def test_32_a_single_bare_tensor_is_accepted(self):
+    def test_a_single_bare_tensor_is_accepted(self):
         loss_scale = self.framework.module.DynamicLossScale()
         _, should_apply = loss_scale.update(self.gradient(True))
         assert bool(self.framework.numpy(should_apply))
 
-    def test_33_the_config_keeps_its_three_settings(self):
+    def test_the_config_keeps_its_three_settings(self):
         loss_scale = self.framework.module.DynamicLossScale(1, 2, 3)
         config = loss_scale.get_config()
         assert {
@@ -565,14 +562,14 @@ class ClassicConformance:
             again.multiplier,
         )
 
-    def test_34_none_gradients_are_ignored_and_nothing_at_all_is_a_good_step(self):
+    def test_none_gradients_are_ignored_and_nothing_at_all_is_a_good_step(self):
         for nothing in ([None], [], None, {}):
             loss_scale = self.framework.module.DynamicLossScale(8, 1, 2)
             _, should_apply = loss_scale.update(nothing)
             assert bool(self.framework.numpy(should_apply))
             assert 16.0 == self.value(loss_scale())
 
-    def test_35_get_dynamic_has_the_defaults(self):
+    def test_get_dynamic_has_the_defaults(self):
         found = self.framework.module.get("dynamic")
         assert {
             "initial_loss_scale": 2.0**15,
@@ -615,7 +612,7 @@ class ClassicConformance:
             inner, loss_scale, **options
         ), inner
 
-    def test_16_bad_gradients_are_never_handed_to_the_optimizer(self):
+    def test_bad_gradients_are_never_handed_to_the_optimizer(self):
         module = self.framework.module
         for loss_scale in (
             8,
@@ -629,7 +626,7 @@ class ClassicConformance:
             optimizer.apply_gradients(iter([(self.gradient(True), "w"), (None, "v")]))
             assert [["w"]] == inner.applied
 
-    def test_41_the_scale_moves_with_what_was_seen(self):
+    def test_the_scale_moves_with_what_was_seen(self):
         loss_scale = self.framework.module.DynamicLossScale(2, 1, 2)
         optimizer, _ = self.optimizer(loss_scale)
         seen = []

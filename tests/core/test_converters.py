@@ -49,6 +49,7 @@ def test_training_goes_on_as_if_nothing_had_happened(library):
         assert expected == [s.scale for s in rest]
 
 
+@pytest.mark.slow
 def test_recorded_deepspeed_states_are_read_as_the_state_they_are():
     """Read the attributes recorded in the middle, and go on as the original did."""
     for row in read("recorded/deepspeed")[:300]:
