@@ -17,36 +17,36 @@ def path(tmp_path):
     return tmp_path / "run.jsonl"
 
 
-def take(recorder, state, value):
-    stored = {"w": jnp.asarray(value, jnp.float16)}
-    _, signal = ls.unscale(stored, state, measure=("nan", "amax", "norm"))
+def run_step(recorder, state, value):
+    scaled = {"w": jnp.asarray(value, jnp.float16)}
+    _, signal = ls.unscale(scaled, state, measure=("nan", "amax", "norm"))
     recorder(state, signal)
     return ls.update(POLICY, state, signal)
 
 
 def check(path):
-    found = list(read_run(path).records())
-    assert [True, False, True, False] == [record.applied for record in found]
-    assert [None, "inf", None, "nan"] == [record.cause for record in found]
-    assert [1024.0, 1024.0, 512.0, 512.0] == [record.scale for record in found]
-    assert 1.0 / 1024.0 == pytest.approx(found[0].amax, rel=1e-5)  # six digits
+    records = list(read_run(path).records())
+    assert [True, False, True, False] == [record.applied for record in records]
+    assert [None, "inf", None, "nan"] == [record.cause for record in records]
+    assert [1024.0, 1024.0, 512.0, 512.0] == [record.scale for record in records]
+    assert 1.0 / 1024.0 == pytest.approx(records[0].amax, rel=1e-5)  # six digits
 
 
-def test_a_step_on_the_host(path):
+def test_steps_are_recorded_on_the_host(path):
     with Recorder(path, policy=POLICY) as recorder:
         state = ls.init(POLICY)
         for value in VALUES:
-            state = take(recorder.record_signal, state, value)
+            state = run_step(recorder.record_signal, state, value)
     check(path)
 
 
-def test_a_step_inside_jit(path):
+def test_steps_are_recorded_inside_jit(path):
     with Recorder(path, policy=POLICY) as recorder:
 
         def record(state, signal):
             record_in_jit(recorder, state, signal, loss=jnp.float32(2.5))
 
-        step = jax.jit(lambda state, value: take(record, state, value))
+        step = jax.jit(lambda state, value: run_step(record, state, value))
         state = ls.init(POLICY)
         for value in VALUES:
             state = step(state, jnp.float32(value))
@@ -55,7 +55,7 @@ def test_a_step_inside_jit(path):
     assert 2.5 == next(read_run(path).records()).loss
 
 
-def test_steps_of_a_scan_are_in_order(path):
+def test_steps_of_a_scan_are_recorded_in_order(path):
     with Recorder(path, policy=POLICY) as recorder:
 
         def body(state, pair):
@@ -64,7 +64,7 @@ def test_steps_of_a_scan_are_in_order(path):
             def record(state, signal):
                 record_in_jit(recorder, state, signal, step=index)
 
-            return take(record, state, value), None
+            return run_step(record, state, value), None
 
         pairs = (jnp.arange(1, 5), jnp.asarray(VALUES, jnp.float32))
         jax.jit(lambda state: jax.lax.scan(body, state, pairs))(ls.init(POLICY))
@@ -72,9 +72,9 @@ def test_steps_of_a_scan_are_in_order(path):
     check(path)
 
 
-def test_without_it_nothing_is_called_from_jit():
-    def plain(state, value):
-        return take(lambda *_: None, state, value)
+def test_without_a_recorder_jit_has_no_callback():
+    def step(state, value):
+        return run_step(lambda *_: None, state, value)
 
-    text = str(jax.make_jaxpr(plain)(ls.init(POLICY), jnp.float32(1.0)))
+    text = str(jax.make_jaxpr(step)(ls.init(POLICY), jnp.float32(1.0)))
     assert "callback" not in text

@@ -26,6 +26,13 @@ def map_over_devices(function, **kwargs):
     )
 
 
+def make_varying(weight):
+    """Mark a replicated weight as one that differs between devices."""
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(weight, "d", to="varying")
+    return jax.lax.pvary(weight, "d")
+
+
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 2, reason="one device only")
 
 
@@ -43,11 +50,7 @@ def test_varying_weights_accumulate_their_own_gradients(on_overflow, nonfinite):
     )
 
     def function(state, weight, x):
-        if hasattr(jax.lax, "pcast"):
-            varying = jax.lax.pcast(weight, "d", to="varying")
-        else:
-            varying = jax.lax.pvary(weight, "d")
-        result = step(state, varying, x[0])
+        result = step(state, make_varying(weight), x[0])
         mean = jax.lax.pmean(result.grads, "d")
         return mean, result.signal.finite, result.used, result.state.scale
 
@@ -95,11 +98,7 @@ def test_without_axis_name_every_device_retries_separately():
     step = ls.with_retries(ls.value_and_grad(loss, policy), retries=9)
 
     def function(state, weight, x):
-        if hasattr(jax.lax, "pcast"):
-            weight = jax.lax.pcast(weight, "d", to="varying")
-        else:
-            weight = jax.lax.pvary(weight, "d")
-        result = step(state, weight, x[0])
+        result = step(state, make_varying(weight), x[0])
         rows = (result.grads, result.state.scale, result.retries)
         return jax.lax.psum(
             jax.tree.map(
