@@ -9,11 +9,9 @@ sees of them. Under `shard_map`, as in step 200, `axis_name` makes the devices a
 """
 
 import os
-import sys
 import tempfile
 from functools import partial
 
-del sys.path[0]  # this folder, whose files have the names of the frameworks
 DEVICES = "--xla_force_host_platform_device_count=8"  # where there is only a CPU
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"
 

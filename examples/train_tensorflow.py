@@ -5,8 +5,8 @@
     python examples/train_tensorflow.py
 
 The experiment of `lossscale demo`: eight bias-free layers with weights N(0, 0.02²),
-trained by Muon on 1,437 handwritten digits. Their gradients are below float16's smallest
-number. A dynamic loss scale lifts them above it.
+trained by Muon on 1,437 handwritten digits. Their gradients are below float16's
+smallest number. A dynamic loss scale lifts them above it.
 """
 
 from itertools import pairwise

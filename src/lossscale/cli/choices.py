@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is typed: names, with a question after an unknown one, and options."""
+"""Click helpers: suggestions for misspelt names, options that exclude each other."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ class Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that the first argument names, or fail with the nearest.
 
-        Older versions of click do not ask.
+        Older versions of click make no suggestion.
         """
         name = args[0]
         if name not in self.commands and not name.startswith("-"):
