@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lossscale.cli.choices import Choice, refuse_together, typed
+from lossscale.cli.choices import Choice, refuse_together, was_typed
 from lossscale.cli.output import number, print_json, print_table, progress, warn
 from lossscale.cli.policies import sweep
 from lossscale.cli.sequences import StepSequence, explain_bounds, make_sequence
@@ -95,7 +95,7 @@ def simulate(
         ("chart", "as_json"),
     ):
         refuse_together(ctx, *options)
-    if file is None and typed(ctx, "dtype"):
+    if file is None and was_typed(ctx, "dtype"):
         message = "--dtype is for the magnitudes of a --file; give one."
         raise click.UsageError(message)
     policies: dict[str, Policy] = {}

@@ -302,9 +302,9 @@ class Dynamic(_Prepared):
             *self.switches,
             where,
         )
-        return self.held(state, ScaleState(*moved), signal, where)
+        return self.keep_if_loss_nonfinite(state, ScaleState(*moved), signal, where)
 
-    def held(
+    def keep_if_loss_nonfinite(
         self, before: ScaleState, after: ScaleState, signal: Signal, where: Where
     ) -> ScaleState:
         """Return the state before a step if its loss was not finite, else after."""
