@@ -35,7 +35,7 @@ _FORMS = ["lossscale", *LIBRARIES]
     "--from",
     "library",
     type=Choice(_FORMS),
-    help="Whose state it is. [default: seen by its keys]",
+    help="The library that wrote the state. [default: detected by its keys]",
 )
 @click.option(
     "--policy",
@@ -72,7 +72,7 @@ def convert(
     try:
         read_policy, state = _interpret(library, values, policy)
     except StateError as error:
-        message = f"{error}{_way_out(library, values, policy)}"
+        message = f"{error}{_suggest_scale(library, values, policy)}"
         raise StateError(message) from error
     lost: tuple[str, ...] = ()
     if target == "lossscale":
@@ -141,7 +141,9 @@ def _interpret(
     """Return the policy and the state that a mapping means."""
     if library == "lossscale":
         if text is not None:
-            message = "--policy has no use here: a lossscale state holds its policy."
+            message = (
+                "--policy cannot be used here: a lossscale state holds its policy."
+            )
             raise click.UsageError(message)
         return portable.from_portable(values)
     policy, state = from_library(library, values, _dynamic(text))
@@ -155,7 +157,7 @@ def _interpret(
     return policy, state
 
 
-def _way_out(library: str, values: Mapping[str, Any], text: str | None) -> str:
+def _suggest_scale(library: str, values: Mapping[str, Any], text: str | None) -> str:
     """Return what to type if the scale is all that is wrong with a state."""
     try:
         policy, _ = _interpret(library, with_scale(library, values, 1.0), text)

@@ -28,7 +28,7 @@ _VARIABLES = (
 
 
 class Finding(NamedTuple):
-    """What is said about a part."""
+    """The result for one package."""
 
     part: str
     status: str
@@ -55,7 +55,7 @@ def doctor(ctx: click.Context, parts: tuple[str, ...], as_json: bool) -> None:
     The exit status is 1 if a part is installed and does not work or is not supported.
     """
     chosen = list(dict.fromkeys(parts)) or list(PARTS)
-    ranges = _declared()
+    ranges = _read_declared_ranges()
     findings = []
     with progress("examining", len(chosen)) as advance:
         for name in chosen:
@@ -108,7 +108,7 @@ def _system() -> dict[str, Any]:
     }
 
 
-def _declared() -> dict[tuple[str, str], str]:
+def _read_declared_ranges() -> dict[tuple[str, str], str]:
     """Return the declared ranges, by extra and package."""
     from packaging.requirements import Requirement
 
@@ -126,7 +126,7 @@ def _declared() -> dict[tuple[str, str], str]:
 
 
 def _judge(part: Part, answer: Answer, ranges: dict[tuple[str, str], str]) -> Finding:
-    """Return what is to be said about a part after it was tried."""
+    """Return the result for a package after it was tried."""
     required = ranges.get((part.extra, part.name))
     install = f"pip install 'lossscale[{part.extra}]'"
     status, problem, advice = WORKS, answer.problem, None

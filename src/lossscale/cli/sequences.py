@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that `lossscale simulate` runs over, and what an answer is worth."""
+"""The steps that `lossscale simulate` runs over, and the limits of its results."""
 
 import sys
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ class StepSequence:
 
     finite: "npt.NDArray[np.bool_]"
     rate: float | None = None
-    """The share of overflows, if they are random."""
+    """The fraction of overflows, if they are random."""
     magnitudes: "npt.NDArray[np.float64] | None" = None
     dtype: str = "float16"
     remarks: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ def random_flags(
 
 
 def _from_file(file: Path, dtype: str) -> StepSequence:
-    """Return the steps of a recorded run, and what they are worth."""
+    """Return the steps of a recorded run, and the limits of what they show."""
     from lossscale.diagnostics import read_recording
 
     try:
@@ -95,12 +95,12 @@ def _from_file(file: Path, dtype: str) -> StepSequence:
         recording.finite,
         magnitudes=recording.magnitudes(dtype) if known else None,
         dtype=dtype,
-        remarks=tuple(_worth(recording)),
+        remarks=tuple(_list_limits(recording)),
     )
 
 
-def _worth(recording: "Recording") -> Iterable[str]:
-    """Yield what the answer is worth that a recorded run gives."""
+def _list_limits(recording: "Recording") -> Iterable[str]:
+    """Yield the limits of the result that a recorded run gives."""
     size = recording.finite.size
     if recording.replayed == size:
         yield (
@@ -138,13 +138,13 @@ def explain_bounds(
             high += [name] if result.scales.max() >= policy.max_scale else []
     if low:
         yield (
-            f"{_listed(low)} reached its lowest scale, by more back-offs than growths. "
-            "In training overflows end once the scale is low enough; here "
+            f"{_join_names(low)} reached its lowest scale, by more back-offs than "
+            "growths. In training overflows end once the scale is low enough; here "
             f"{_overflows(sequence, 'lower')}"
         )
     if high:
         yield (
-            f"{_listed(high)} reached its highest scale, by more growths than "
+            f"{_join_names(high)} reached its highest scale, by more growths than "
             "back-offs. In training overflows come more often the higher the scale "
             f"is; here {_overflows(sequence, 'higher')}"
         )
@@ -161,7 +161,7 @@ def _overflows(sequence: StepSequence, other: str) -> str:
     )
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     shown = ", ".join(names[:_MOST_LISTED])
     others = len(names) - _MOST_LISTED
     if others > 0:
