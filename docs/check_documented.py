@@ -31,12 +31,12 @@ MODULES = (
 
 # Public names of modules that have no __all__.
 OTHERS = {
-    "lossscale.core.presets": ("PRESETS", "Preset", "get"),
+    "lossscale.presets": ("PRESETS", "Preset", "get"),
     "lossscale.core.portable": ("load", "save"),
-    "lossscale.core.converters": (
-        "Written",
+    "lossscale.convert": (
+        "Conversion",
         "from_library",
-        "recognise",
+        "detect_library",
         "to_library",
         "with_scale",
     ),
@@ -49,9 +49,9 @@ def public_names():
     names = {f"{module}.{name}" for module, known in OTHERS.items() for name in known}
     for module in MODULES:
         names |= {f"{module}.{name}" for name in exported(module)}
-    errors = vars(importlib.import_module("lossscale.core.errors"))
+    errors = vars(importlib.import_module("lossscale.errors"))
     names |= {
-        f"lossscale.core.errors.{name}"
+        f"lossscale.errors.{name}"
         for name, value in errors.items()
         if isinstance(value, type)
     }

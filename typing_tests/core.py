@@ -11,7 +11,7 @@ from lossscale import Dynamic, Fixed, Policy, ScaleState, Signal, presets
 from lossscale.diagnostics import Recording, Simulation, read_recording, simulate
 
 fixed: Fixed = Fixed(1024.0)
-dynamic: Dynamic = Dynamic(growth_interval=100, at_min="hold", late_growth="first")
+dynamic: Dynamic = Dynamic(growth_interval=100, at_min="hold", growth_delay="first")
 preset: Dynamic = presets.get("torch", init_scale=8.0)
 policies: list[Policy] = [fixed, dynamic, preset]
 

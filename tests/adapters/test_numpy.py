@@ -5,16 +5,16 @@ import pytest
 from conformance import (
     ClassicConformance,
     Framework,
+    FunctionalConformance,
     HeadroomConformance,
-    VerbConformance,
 )
 
 import lossscale.numpy as ls
 from lossscale import Fixed, ScaleState, Signal
-from lossscale.core.errors import GradientError, SettingError
+from lossscale.errors import GradientError, SettingError
 
 
-class TestNumpy(VerbConformance, HeadroomConformance, ClassicConformance):
+class TestNumpy(FunctionalConformance, HeadroomConformance, ClassicConformance):
     framework = Framework(module=ls, array=np.asarray, numpy=np.asarray)
 
 
@@ -107,8 +107,8 @@ def test_one_measurement_may_be_named_without_a_list():
 def test_the_smallest_normal_number_is_not_subnormal():
     tiny = np.finfo(np.float16).smallest_normal
     grads = [np.array([tiny, tiny / 2, 0], np.float16)]
-    _, signal = ls.unscale(grads, state(1.0), measure=("subnormal_share",))
-    assert np.float32(1 / 3) == signal.subnormal_share
+    _, signal = ls.unscale(grads, state(1.0), measure=("subnormal_fraction",))
+    assert np.float32(1 / 3) == signal.subnormal_fraction
 
 
 def test_a_norm_beyond_float32_sums_is_still_finite():

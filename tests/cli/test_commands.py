@@ -161,7 +161,7 @@ def test_the_summary_of_a_given_sequence_is_exact():
         row["backoffs"],
     )
     assert (32768.0, 131072.0) == (row["lowest"], row["highest"])
-    assert {"scale": 32768.0, "good": 0, "bad": 0} == row["final"]
+    assert {"scale": 32768.0, "good_steps": 0, "bad_steps": 0} == row["final"]
     assert [0, 1, 2, 3, 4, 5] == row["trajectory"]["steps"]
     expected = [65536.0, 65536.0, 131072.0, 65536.0, 65536.0, 32768.0]
     assert expected == row["trajectory"]["scales"]
@@ -259,7 +259,7 @@ def test_settings_that_a_state_does_not_hold_can_be_given():
         "megatron:hysteresis=4",
     )
     converted = json.loads(check(run(*arguments, given=state)))
-    assert {"scale": 8.0, "good": 1, "bad": 1} == converted["state"]
+    assert {"scale": 8.0, "good_steps": 1, "bad_steps": 1} == converted["state"]
 
 
 def test_the_demo_tells_and_draws(tmp_path):
@@ -356,10 +356,10 @@ def test_policies_as_text():
 
     assert Dynamic() == parse_policy("dynamic")
     expected = presets.get(
-        "torch", init_scale=2.0**10, consecutive=True, at_max="clamp"
+        "torch", init_scale=2.0**10, consecutive_overflows=True, at_max="clamp"
     )
     assert expected == parse_policy(
-        "torch:init_scale=2**10,consecutive=yes,at_max=clamp"
+        "torch:init_scale=2**10,consecutive_overflows=yes,at_max=clamp"
     )
     assert 1024.0 == parse_policy("fixed:1024").scale
     assert 64.0 == parse_policy("fixed:scale=64").scale

@@ -14,8 +14,8 @@ from helpers.sequences import draw, overflow_pattern  # noqa: E402
 from helpers.traces import check_equal_while, replay  # noqa: E402
 
 from lossscale import ScaleState, presets  # noqa: E402
-from lossscale.core.checks import SMALLEST_NORMAL  # noqa: E402
-from lossscale.core.converters import from_library, to_library  # noqa: E402
+from lossscale.convert import from_library, to_library  # noqa: E402
+from lossscale.core.validation import SMALLEST_NORMAL  # noqa: E402
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -69,7 +69,7 @@ def test_the_preset_takes_jmps_steps():
                 growth_interval=period,
                 **config,
             )
-            actual = [(s.scale, s.good) for s in replay(policy, flags)]
+            actual = [(s.scale, s.good_steps) for s in replay(policy, flags)]
             check_equal_while(expected, actual, lambda _: True, (factor, period))
 
 
@@ -124,7 +124,7 @@ def test_the_preset_takes_flaxs_steps():
                         np.array(scales).tolist(), np.array(steps).tolist(), strict=True
                     )
                 )
-                actual = [(s.scale, s.good) for s in replay(policy, flags)]
+                actual = [(s.scale, s.good_steps) for s in replay(policy, flags)]
                 check_equal_while(
                     expected, actual, lambda pair: pair[0] >= SMALLEST_NORMAL, config
                 )

@@ -21,8 +21,8 @@ from helpers.sequences import draw, overflow_pattern  # noqa: E402
 from helpers.traces import check_equal_while, replay  # noqa: E402
 
 from lossscale import ScaleState, presets  # noqa: E402
-from lossscale.core.checks import SMALLEST_NORMAL  # noqa: E402
-from lossscale.core.converters import from_library, to_library  # noqa: E402
+from lossscale.convert import from_library, to_library  # noqa: E402
+from lossscale.core.validation import SMALLEST_NORMAL  # noqa: E402
 
 BACKEND = keras.backend.backend()
 
@@ -108,7 +108,7 @@ def test_the_preset_takes_keras_steps():
         states = replay(presets.get("keras", **config), flags)
         check_equal_while(
             expected,
-            [(state.scale, state.good) for state in states],
+            [(state.scale, state.good_steps) for state in states],
             lambda pair: SMALLEST_NORMAL <= pair[0] < np.inf,
             config,
         )
@@ -140,11 +140,11 @@ def test_the_variables_of_keras_are_read_and_written():
     assert ScaleState(4.0, 1, 0) == state
     assert presets.get("keras", init_scale=8.0, growth_interval=3) == policy
     written = to_library("keras", policy, state)
-    assert () == written.lost
+    assert () == written.dropped
     other = Original(1.0, written.values["dynamic_growth_steps"])
     other.optimizer.dynamic_scale.assign(written.values["dynamic_scale"])
     other.optimizer.step_counter.assign(written.values["step_counter"])
     flags = [True, True, False, False]
     for flag, expected in zip(flags, replay(policy, flags, state), strict=True):
         other.step(flag)
-        assert (expected.scale, expected.good) == other.state()
+        assert (expected.scale, expected.good_steps) == other.state()

@@ -12,7 +12,7 @@ from helpers.traces import replay  # noqa: E402
 
 import lossscale.numpy as ls  # noqa: E402
 from lossscale import ScaleState, presets, to_portable  # noqa: E402
-from lossscale.core.converters import from_library, to_library  # noqa: E402
+from lossscale.convert import from_library, to_library  # noqa: E402
 
 
 def original(config):
@@ -43,12 +43,12 @@ def test_the_preset_and_our_class_take_tensorflows_steps():
         )
         states = replay(policy, flags)
         assert expected == [
-            (state.scale, state.good, flag)
+            (state.scale, state.good_steps, flag)
             for state, flag in zip(states, flags, strict=True)
         ], config
         ours = ls.DynamicLossScale(*config.values())
         assert expected == [
-            (float(ours()), int(ours._cell.read().good), bool(should_apply))
+            (float(ours()), int(ours._cell.read().good_steps), bool(should_apply))
             for flag in flags
             for _, should_apply in [ours.update_from_finite(flag)]
         ]
@@ -108,11 +108,11 @@ def test_checkpointed_variables_are_read_and_written():
     assert ScaleState(4.0, 1, 0) == state
     assert (3, 2.0) == (policy.growth_interval, policy.backoff_divisor)
     written = to_library("tensorflow", policy, state)
-    assert () == written.lost
+    assert () == written.dropped
     assert theirs.get_config() == {k: written.values[k] for k in theirs.get_config()}
 
 
 def test_a_state_of_tensors_becomes_portable():
     state = ScaleState(tf.constant(8.0), tf.Variable(3), tf.constant(1))
     portable = to_portable(presets.get("tensorflow"), state)
-    assert {"scale": 8.0, "good": 3, "bad": 1} == portable["state"]
+    assert {"scale": 8.0, "good_steps": 3, "bad_steps": 1} == portable["state"]

@@ -11,8 +11,8 @@ from helpers.sequences import draw, overflow_pattern  # noqa: E402
 from helpers.traces import check_equal_while, replay  # noqa: E402
 
 from lossscale import Dynamic, ScaleState, presets  # noqa: E402
-from lossscale.core.checks import SMALLEST_NORMAL  # noqa: E402
-from lossscale.core.converters import from_library, to_library  # noqa: E402
+from lossscale.convert import from_library, to_library  # noqa: E402
+from lossscale.core.validation import SMALLEST_NORMAL  # noqa: E402
 
 
 def original(config, flags):
@@ -50,7 +50,7 @@ def test_the_preset_takes_torchs_steps():
         states = replay(presets.get("torch", **config), flags)
         check_equal_while(
             original(config, flags),
-            [(state.scale, state.good) for state in states],
+            [(state.scale, state.good_steps) for state in states],
             lambda pair: pair[0] >= SMALLEST_NORMAL,
             config,
         )

@@ -13,7 +13,7 @@ import pytest
 from helpers.traces import read
 
 import lossscale.numpy as ls
-from lossscale.core.errors import LossScaleError
+from lossscale.errors import LossScaleError
 
 CASES = read("tensorflow/cases.tf1.15.5.eager") + read(
     "tensorflow/cases.tf2.21.0.eager"

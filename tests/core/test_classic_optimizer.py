@@ -1,4 +1,4 @@
-"""LossScaleOptimizer bound to NumPy. Numbers are items of the spec's checklist."""
+"""LossScaleOptimizer bound to NumPy."""
 
 import math
 
@@ -8,7 +8,7 @@ from helpers.traces import read
 
 import lossscale.numpy as ls
 from lossscale import Signal
-from lossscale.core.errors import GradientError, SettingError, SettingTypeError
+from lossscale.errors import GradientError, SettingError, SettingTypeError
 
 
 class Descent:
@@ -59,7 +59,7 @@ def test_the_recorded_optimizer_is_replayed(file):
             assert row["step"][place] == step
 
 
-def test_14_gradients_come_back_unscaled_with_the_same_variable():
+def test_gradients_come_back_unscaled_with_the_same_variable():
     variable = weight(2.0)
     optimizer = ls.LossScaleOptimizer(Descent(), ls.FixedLossScaleManager(1e4))
     ((gradient, same),) = optimizer.compute_gradients(
@@ -70,7 +70,7 @@ def test_14_gradients_come_back_unscaled_with_the_same_variable():
     assert [2.0] == variable.tolist()
 
 
-def test_12_13_15_a_float16_gradient_that_underflows_is_saved_by_the_scale():
+def test_a_float16_gradient_that_underflows_is_saved_by_the_scale():
     def gradient_of(loss_scale):
         optimizer = ls.LossScaleOptimizer(HalfPrecision(), loss_scale)
         ((gradient, _),) = optimizer.compute_gradients(
@@ -91,7 +91,7 @@ def test_12_13_15_a_float16_gradient_that_underflows_is_saved_by_the_scale():
     assert gradient_of(1e4) == pytest.approx(1e-4, rel=1e-2)
 
 
-def test_16_bad_gradients_are_skipped_under_a_fixed_manager_and_a_fixed_scale():
+def test_bad_gradients_are_skipped_under_a_fixed_manager_and_a_fixed_scale():
     for loss_scale in (ls.FixedLossScaleManager(8), ls.FixedLossScale(8), 8):
         variable = weight(1.0)
         optimizer = ls.LossScaleOptimizer(Descent(), loss_scale)
@@ -102,7 +102,7 @@ def test_16_bad_gradients_are_skipped_under_a_fixed_manager_and_a_fixed_scale():
         assert [1.0, 1.0, pytest.approx(0.9)] == seen
 
 
-def test_17_a_manager_of_ones_own_is_asked_and_told():
+def test_a_manager_of_ones_own_is_asked_and_told():
     class Steps(ls.LossScaleManager):
         value = 8
 
@@ -185,7 +185,7 @@ def test_a_subclass_with_an_update_of_its_own_is_honoured():
     assert 16.0 == optimizer.loss_scale()
 
 
-def test_42_slots_and_steps_do_not_move_on_a_skipped_step():
+def test_slots_and_steps_do_not_move_on_a_skipped_step():
     variable, step = weight(1.0, 2.0), np.zeros((), np.int64)
     optimizer = ls.LossScaleOptimizer(Descent(), ls.DynamicLossScale(2, 1, 4))
     optimizer.apply_gradients([(weight(1.0, 1.0), variable)], global_step=step)

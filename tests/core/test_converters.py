@@ -8,16 +8,16 @@ from helpers.sequences import overflow_pattern
 from helpers.traces import read, replay
 
 from lossscale import Dynamic, Fixed, ScaleState, presets
-from lossscale.core.converters import from_library, recognise, to_library
-from lossscale.core.errors import StateError
-from lossscale.core.libraries import LIBRARIES
+from lossscale.convert import detect_library, from_library, to_library
+from lossscale.convert.formats import LIBRARIES
+from lossscale.errors import StateError
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_librarys_own_preset_loses_nothing(library):
     policy = presets.get(LIBRARIES[library].preset)
     written = to_library(library, policy, ScaleState(4.0, 3, 0))
-    assert () == written.lost
+    assert () == written.dropped
     assert (policy, ScaleState(4.0, 3, 0)) == from_library(library, written.values)
 
 
@@ -25,7 +25,7 @@ def test_a_librarys_own_preset_loses_nothing(library):
 def test_what_was_written_is_recognised(library):
     policy = presets.get(LIBRARIES[library].preset)
     values = to_library(library, policy, policy.init()).values
-    assert library == recognise(values)
+    assert library == detect_library(values)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -88,10 +88,10 @@ def test_recorded_megatron_states_are_read_as_the_state_they_are():
 def test_what_another_library_cannot_keep_is_said():
     policy = Dynamic(hysteresis=3, min_scale=0.5, init_scale=8.0)
     written = to_library("torch", policy, ScaleState(8.0, 2, 1))
-    text = "\n".join(written.lost)
+    text = "\n".join(written.dropped)
     assert "hysteresis is 3 here, torch will take 1" in text
     assert "min_scale is 0.5 here" in text
-    assert "bad is 1 here, torch will take 0" in text
+    assert "bad_steps is 1 here, torch will take 0" in text
 
 
 def test_what_megatron_does_not_save_is_to_be_set_there():
@@ -99,10 +99,12 @@ def test_what_megatron_does_not_save_is_to_be_set_there():
     written = to_library("megatron", policy, ScaleState(8.0, 2, 1))
     assert 3 == written.values["hysteresis_tracker"]
     expected = "hysteresis is 4 here, megatron does not save it: set it there"
-    assert (expected,) == written.lost
+    assert (expected,) == written.dropped
     assert (
         ()
-        == to_library("megatron", presets.get("megatron"), ScaleState(8.0, 2, 5)).lost
+        == to_library(
+            "megatron", presets.get("megatron"), ScaleState(8.0, 2, 5)
+        ).dropped
     )
 
 
@@ -110,11 +112,11 @@ def test_a_count_at_the_interval_is_written_so_that_it_still_fires():
     policy = presets.get("flax", growth_interval=5)
     written = to_library("torch", policy, ScaleState(8.0, 5, 0))
     assert 4 == written.values["_growth_tracker"]
-    assert any(line.startswith("good is 5 here") for line in written.lost)
+    assert any(line.startswith("good_steps is 5 here") for line in written.dropped)
     policy = presets.get("torch", growth_interval=100)
     written = to_library("flax", policy, ScaleState(8.0, 150, 0))
     assert 100 == written.values["fin_steps"]
-    assert any(line.startswith("good is 150 here") for line in written.lost)
+    assert any(line.startswith("good_steps is 150 here") for line in written.dropped)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -132,9 +134,9 @@ def test_a_fixed_scale_cannot_be_written():
 
 def test_a_division_by_three_is_said_to_be_lost_and_one_by_two_is_not():
     thirds = Dynamic(growth_factor=3.0, backoff_divisor=3.0)
-    assert "backoff" in " ".join(to_library("torch", thirds, thirds.init()).lost)
+    assert "backoff" in " ".join(to_library("torch", thirds, thirds.init()).dropped)
     halves = Dynamic(backoff_divisor=2.0, max_scale=presets.FLOAT32_MAX)
-    assert () == to_library("torch", halves, halves.init()).lost
+    assert () == to_library("torch", halves, halves.init()).dropped
 
 
 TORCH = {
@@ -202,14 +204,14 @@ def test_deepspeeds_hysteresis_never_goes_below_one():
 
 
 def test_what_comes_to_the_same_thing_is_not_lost():
-    policy = Dynamic(consecutive=True, max_scale=presets.FLOAT32_MAX)
-    assert () == to_library("torch", policy, policy.init()).lost
+    policy = Dynamic(consecutive_overflows=True, max_scale=presets.FLOAT32_MAX)
+    assert () == to_library("torch", policy, policy.init()).dropped
 
 
 def test_a_newer_state_of_ours_is_told_as_such():
-    assert "lossscale" == recognise({"format": "lossscale/2"})
+    assert "lossscale" == detect_library({"format": "lossscale/2"})
     with pytest.raises(StateError, match="a mapping"):
-        recognise([1])
+        detect_library([1])
 
 
 def test_settings_can_only_come_from_a_dynamic_policy():
@@ -224,7 +226,7 @@ def test_a_whole_number_may_be_written_as_a_float():
 
 def test_a_state_of_nobody_is_not_guessed():
     with pytest.raises(StateError, match="Cannot tell whose state"):
-        recognise({"loss": 3})
+        detect_library({"loss": 3})
 
 
 def test_the_state_of_a_collapsed_torch_scaler_below_the_normals_is_refused():

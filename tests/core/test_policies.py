@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lossscale import Dynamic, Fixed, Policy, ScaleState, presets
-from lossscale.core.errors import LossScaleError, SettingError, SettingTypeError
+from lossscale.errors import LossScaleError, SettingError, SettingTypeError
 
 WRONG = [
     ("init_scale", 0.0, "positive"),
@@ -63,11 +63,11 @@ WRONG = [
     ("at_min", "floor", "'clamp' or 'hold'"),
     ("at_min", True, "'clamp' or 'hold'"),
     ("at_max", None, "'hold' or 'clamp'"),
-    ("late_growth", "sometimes", "'never' or 'first' or 'always'"),
-    ("late_growth", False, "'never' or 'first' or 'always'"),
-    ("consecutive", 1, "True or False"),
-    ("consecutive", "yes", "True or False"),
-    ("backoff_refills", None, "True or False"),
+    ("growth_delay", "sometimes", "'never' or 'first' or 'always'"),
+    ("growth_delay", False, "'never' or 'first' or 'always'"),
+    ("consecutive_overflows", 1, "True or False"),
+    ("consecutive_overflows", "yes", "True or False"),
+    ("backoff_resets_hysteresis", None, "True or False"),
 ]
 
 

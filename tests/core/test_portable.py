@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lossscale import Dynamic, Fixed, ScaleState, from_portable, presets, to_portable
 from lossscale.core import portable
-from lossscale.core.errors import StateError
+from lossscale.errors import StateError
 
 POLICIES = [Fixed(8.0), Dynamic(), *(p.policy for p in presets.PRESETS.values())]
 
@@ -286,4 +286,4 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
         _, state = portable.load(path)
-        assert state.good == state.bad
+        assert state.good_steps == state.bad_steps

@@ -53,11 +53,11 @@ def test_a_preset_takes_the_steps_of_the_recorded_original(name):
         )
         good, bad = counters_of(name, row, policy)
         if good is not None:
-            assert good[:compared] == [state.good for state in states][:compared]
+            assert good[:compared] == [state.good_steps for state in states][:compared]
         if bad is not None:
             # DeepSpeed stops counting once the next overflow backs off.
             top = policy.hysteresis - 1 if name.startswith("deepspeed") else 2**31
-            ours = [min(state.bad, top) for state in states]
+            ours = [min(state.bad_steps, top) for state in states]
             assert bad[:compared] == ours[:compared]
 
 

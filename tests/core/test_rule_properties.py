@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import lossscale.numpy as ls
 from lossscale import Dynamic, Fixed, ScaleState, Signal
-from lossscale.core.checks import FLOAT32_MAX, SMALLEST_NORMAL
+from lossscale.core.validation import FLOAT32_MAX, SMALLEST_NORMAL
 
 TINY, HUGE = SMALLEST_NORMAL, FLOAT32_MAX
 
@@ -55,9 +55,9 @@ def policies(draw, *, powers_of_two=False):
         max_scale=high,
         at_min=draw(st.sampled_from(["clamp", "hold"])),
         at_max=at_max,
-        late_growth=draw(st.sampled_from(["never", "first", "always"])),
-        consecutive=draw(st.booleans()),
-        backoff_refills=draw(st.booleans()),
+        growth_delay=draw(st.sampled_from(["never", "first", "always"])),
+        consecutive_overflows=draw(st.booleans()),
+        backoff_resets_hysteresis=draw(st.booleans()),
         **backoff,
     )
 
@@ -122,10 +122,10 @@ def test_a_power_of_two_stays_one(policy, flags):
 @given(policies(), steps)
 def test_counters_never_go_below_zero_and_good_stays_below_its_threshold(policy, flags):
     for _, flag, after in walk(policy, flags):
-        assert 0 <= after.good < policy.settings.growth_threshold
-        assert after.bad >= 0
+        assert 0 <= after.good_steps < policy.settings.growth_threshold
+        assert after.bad_steps >= 0
         if not flag:
-            assert after.good == 0
+            assert after.good_steps == 0
 
 
 @given(policies(), steps)
@@ -140,11 +140,14 @@ def test_counters_above_their_thresholds_fire_at_once(policy, good, bad, finite)
     after = ls.update(policy, state, Signal(finite))
     threshold = policy.settings.growth_threshold
     if finite and good + 1 >= threshold:
-        assert (policy.settings.good_after_growth, 0) == (after.good, after.bad)
+        assert (policy.settings.good_after_growth, 0) == (
+            after.good_steps,
+            after.bad_steps,
+        )
         assert after.scale >= state.scale
     if not finite and bad + 1 >= policy.hysteresis:
-        left = 0 if policy.backoff_refills else bad + 1
-        assert (0, left) == (after.good, after.bad)
+        left = 0 if policy.backoff_resets_hysteresis else bad + 1
+        assert (0, left) == (after.good_steps, after.bad_steps)
         assert after.scale <= state.scale
 
 

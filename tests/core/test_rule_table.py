@@ -21,11 +21,11 @@ LARGEST = Fraction(2) ** 20
 def from_the_table(policy: Dynamic, scale, good, bad, finite):  # noqa: PLR0911
     """Return the next (scale, good, bad) by the written contract."""
     if finite:
-        due = policy.growth_interval + (policy.late_growth != "never")
-        kept_bad = 0 if policy.consecutive else bad
+        due = policy.growth_interval + (policy.growth_delay != "never")
+        kept_bad = 0 if policy.consecutive_overflows else bad
         if good + 1 < due:
             return scale, good + 1, kept_bad
-        restart = 1 if policy.late_growth == "first" else 0
+        restart = 1 if policy.growth_delay == "first" else 0
         larger = scale * Fraction(policy.growth_factor)
         if larger <= Fraction(policy.max_scale):
             if policy.at_min == "hold" and larger < Fraction(policy.min_scale):
@@ -41,7 +41,7 @@ def from_the_table(policy: Dynamic, scale, good, bad, finite):  # noqa: PLR0911
         if policy.backoff_divisor is not None
         else scale * Fraction(policy.backoff_factor)
     )
-    left = 0 if policy.backoff_refills else bad + 1
+    left = 0 if policy.backoff_resets_hysteresis else bad + 1
     if smaller >= Fraction(policy.min_scale):
         return smaller, 0, left
     if policy.at_min == "hold":
@@ -73,9 +73,9 @@ def configurations():
                 max_scale=float(LARGEST),
                 at_min=at_min,
                 at_max=at_max,
-                late_growth=late,
-                consecutive=consecutive,
-                backoff_refills=refills,
+                growth_delay=late,
+                consecutive_overflows=consecutive,
+                backoff_resets_hysteresis=refills,
                 **backoff,
             )
 
@@ -98,7 +98,11 @@ def test_every_transition_is_that_of_the_table(finite):
         after = ls.update(policy, together, Signal(np.full(len(states), finite)))
         for place, (scale, good, bad) in enumerate(states):
             expected = from_the_table(policy, Fraction(scale), good, bad, finite)
-            actual = (after.scale[place], after.good[place], after.bad[place])
+            actual = (
+                after.scale[place],
+                after.good_steps[place],
+                after.bad_steps[place],
+            )
             assert expected == actual, (policy, states[place], finite)
             checked += 1
     assert checked == 288 * 9 * 200

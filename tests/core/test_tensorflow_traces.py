@@ -84,7 +84,7 @@ def test_the_dynamic_loss_scale_replays_the_original(row):
         gradient = np.float32(1.0 if finite else np.nan)
         operation, should_apply = loss_scale.update([gradient, None])
         assert operation is None
-        good = loss_scale._cell.read().good.item()
+        good = loss_scale._cell.read().good_steps.item()
         actual.append((loss_scale().item(), good, bool(should_apply)))
     assert expected == actual
 

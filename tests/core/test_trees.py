@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lossscale.core import trees
-from lossscale.core.errors import StructureError
+from lossscale.errors import StructureError
 
 
 class Pair(NamedTuple):

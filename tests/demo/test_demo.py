@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lossscale import Dynamic, Fixed
-from lossscale.core.errors import SettingError
 from lossscale.demo import compare, load_digits, network, train
+from lossscale.errors import SettingError
 
 
 def test_the_digits_are_all_there():

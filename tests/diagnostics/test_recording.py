@@ -7,9 +7,9 @@ import pytest
 
 import lossscale.numpy as ls
 from lossscale import Dynamic, presets
-from lossscale.core.errors import StateError
 from lossscale.demo import load_digits, muon, network
 from lossscale.diagnostics import read_recording, simulate
+from lossscale.errors import StateError
 
 
 def recording(*lines):

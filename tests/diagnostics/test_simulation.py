@@ -14,9 +14,9 @@ from helpers.traces import read, replay
 
 import lossscale.numpy as ls
 from lossscale import Dynamic, Fixed, ScaleState, presets
-from lossscale.core.errors import SettingError
 from lossscale.diagnostics import simulate
 from lossscale.diagnostics import simulation as module
+from lossscale.errors import SettingError
 
 
 def small(name):

@@ -16,7 +16,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from lossscale.core.errors import DriftError
+from lossscale.errors import DriftError
 from lossscale.torch import GradScaler
 
 RANKS = 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from helpers.limits import HANG_SECONDS
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_fsdp.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_torch_fsdp.py"
 LAST = re.compile(r"rank \d: accuracy ([\d.]+)% skipped (\d+) scale=([\d.]+)")
 
 RACE = "terminate called without an active exception"

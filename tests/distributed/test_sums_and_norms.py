@@ -64,7 +64,7 @@ def drift_seen_in_the_first_group():
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    from lossscale.core.errors import DriftError
+    from lossscale.errors import DriftError
     from lossscale.torch import GradScaler
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

@@ -8,7 +8,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 
 def test_a_dynamic_scale_saves_what_float16_alone_loses():
-    runs, others = run_example("accelerate")
+    runs, others = run_example("train_accelerate")
     check_the_story(runs)
     _, skipped, _, rate = runs["float16, dynamic scale"]
     # The rate falls from 0.02 to 0 in 300 steps; the skipped ones are still to come.

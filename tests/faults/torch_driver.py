@@ -17,7 +17,7 @@ from helpers.faults import (
     value,
 )
 
-from lossscale.core.errors import CollapseWarning
+from lossscale.errors import CollapseWarning
 from lossscale.torch import GradScaler
 
 CLASSES = {

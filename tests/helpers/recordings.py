@@ -1,7 +1,7 @@
 """What a recorded configuration means: the original's arguments as a preset."""
 
 from lossscale import presets
-from lossscale.core.checks import FLOAT32_MAX, SMALLEST_NORMAL
+from lossscale.core.validation import FLOAT32_MAX, SMALLEST_NORMAL
 
 
 def tensorflow_contrib(config):

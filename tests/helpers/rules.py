@@ -28,9 +28,9 @@ def policies():
             max_scale=1e5,
             at_min=at_min,
             at_max=at_max,
-            late_growth=late,
-            consecutive=consecutive,
-            backoff_refills=refills,
+            growth_delay=late,
+            consecutive_overflows=consecutive,
+            backoff_resets_hysteresis=refills,
             **backoff,
         )
 

@@ -18,7 +18,7 @@ import torch
 
 from lossscale import Dynamic, Fixed, Signal, presets
 from lossscale import numpy as ls
-from lossscale.core.checks import FLOAT32_MAX
+from lossscale.core.validation import FLOAT32_MAX
 from lossscale.torch.eager import EPSILON, LIMITS, Request
 from lossscale.torch.rules import Cells, Flags, Rule, torchs_policy
 from lossscale.torch.verdict import (
@@ -715,7 +715,9 @@ def policies() -> dict[str, Any]:
     return chosen | {
         "fixed": Fixed(1024.0),
         "hysteresis": Dynamic(hysteresis=3, growth_interval=2, init_scale=64.0),
-        "consecutive": Dynamic(hysteresis=2, consecutive=True, growth_interval=3),
+        "consecutive_overflows": Dynamic(
+            hysteresis=2, consecutive_overflows=True, growth_interval=3
+        ),
         "floor held": Dynamic(
             init_scale=8.0, min_scale=3.0, at_min="hold", growth_interval=3
         ),
@@ -737,7 +739,9 @@ def policies() -> dict[str, Any]:
             init_scale=2.0**126, max_scale=FLOAT32_MAX, growth_interval=1
         ),
         "smallest": Dynamic(init_scale=2.0**-125, growth_interval=3),
-        "late": Dynamic(late_growth="first", growth_interval=2, backoff_refills=False),
+        "late": Dynamic(
+            growth_delay="first", growth_interval=2, backoff_resets_hysteresis=False
+        ),
         "held on a bad loss": Dynamic(hold_on_nonfinite_loss=True, growth_interval=2),
     }
 
@@ -790,13 +794,13 @@ def check_wide(device: str, numbers: tuple[float, float, float, int], count=40) 
     init_scale, growth, backoff, interval = numbers
     rule = Rule(torchs_policy(*numbers), wide=True)
     here = cells(device, init_scale, rule)
-    scale, tracker = here.scale.clone(), here.good.clone()
+    scale, tracker = here.scale.clone(), here.good_steps.clone()
     for at, (found, skipped, _, _) in enumerate(steps(str(numbers), count)):
         flag = torch.full((), float(found), device=device)
         torch._amp_update_scale_(scale, tracker, flag, growth, backoff, interval)
         _advance(rule, here, found, skipped, None, held=False)
         want = scale.item(), tracker.item()
-        have = here.scale.item(), here.good.item()
+        have = here.scale.item(), here.good_steps.item()
         if want != have:
             message = f"{numbers}: after step {at + 1} expected {want}, got {have}"
             raise AssertionError(message)

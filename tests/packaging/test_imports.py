@@ -91,7 +91,7 @@ def test_a_module_without_its_framework_says_what_to_install(module, framework):
     lines = (
         "import sys",
         f"sys.modules['{framework}'] = None  # as if it were not installed",
-        "from lossscale.core.errors import MissingPackageError",
+        "from lossscale.errors import MissingPackageError",
         "try:",
         f"    import lossscale.{module}",
         "except MissingPackageError as error:",

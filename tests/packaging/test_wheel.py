@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parent.parent.parent
 PIP = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q"]
 PROGRAM = """
-import lossscale, lossscale.core.classic, lossscale.core.converters
+import lossscale, lossscale.core.classic, lossscale.convert
 from pathlib import Path
 policy = lossscale.Dynamic()
 print(lossscale.__version__, policy.init().scale, Path(lossscale.__file__).parent)

@@ -14,7 +14,7 @@ from lossscale.cli.demo import demo
 from lossscale.cli.doctor import doctor
 from lossscale.cli.presets import presets
 from lossscale.cli.simulate import simulate
-from lossscale.core.errors import LossScaleError
+from lossscale.errors import LossScaleError
 
 
 class _Group(Group):

@@ -13,12 +13,12 @@ import click
 
 from lossscale.cli.choices import Choice
 from lossscale.cli.policies import parse_number, parse_policy, parse_settings
+from lossscale.convert import detect_library, from_library, to_library, with_scale
+from lossscale.convert.formats import LIBRARIES
 from lossscale.core import portable
-from lossscale.core.converters import from_library, recognise, to_library, with_scale
-from lossscale.core.errors import MissingPackageError, SettingError, StateError
-from lossscale.core.libraries import LIBRARIES
 from lossscale.core.policies import Dynamic, Fixed
 from lossscale.core.state import ScaleState
+from lossscale.errors import MissingPackageError, SettingError, StateError
 
 _FORMS = ["lossscale", *LIBRARIES]
 
@@ -60,7 +60,7 @@ def convert(
     hold is listed on stderr.
     """
     values = _read(source)
-    library = library or recognise(values)
+    library = library or detect_library(values)
     if scale_text is not None:
         scale = parse_number("--scale", scale_text)
         values = with_scale(library, values, scale)

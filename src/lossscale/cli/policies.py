@@ -11,13 +11,13 @@ from dataclasses import fields
 from itertools import product
 from typing import Any
 
-from lossscale.core import presets
-from lossscale.core.checks import did_you_mean
-from lossscale.core.errors import SettingError
+from lossscale import presets
 from lossscale.core.policies import Dynamic, Fixed
+from lossscale.core.validation import did_you_mean
+from lossscale.errors import SettingError
 
 _COUNTS = ("growth_interval", "hysteresis")
-_SWITCHES = ("consecutive", "backoff_refills")
+_SWITCHES = ("consecutive_overflows", "backoff_resets_hysteresis")
 _RANGE_PARTS = 3
 _MOST = 10_000
 
@@ -107,7 +107,7 @@ def _value(key: str, text: str) -> Any:
     if key in _COUNTS:
         number = parse_number(key, text)
         return int(number) if number.is_integer() else number
-    if key in {"at_min", "at_max", "late_growth"}:
+    if key in {"at_min", "at_max", "growth_delay"}:
         return text
     return parse_number(key, text)
 

@@ -8,7 +8,7 @@ import click
 
 from lossscale.cli.choices import Choice
 from lossscale.cli.output import number, print_json, print_notes, print_table
-from lossscale.core.presets import PRESETS
+from lossscale.presets import PRESETS
 
 
 @click.command()

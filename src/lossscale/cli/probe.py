@@ -140,7 +140,7 @@ def _find_out(part: Part) -> Answer:
 def _described(error: BaseException) -> str:
     """Return an error in one paragraph; ours are sentences already."""
     text = " ".join(str(error).split())
-    known = type(error).__module__ == "lossscale.core.errors"
+    known = type(error).__module__ == "lossscale.errors"
     return text if known else f"{type(error).__name__}: {text}".rstrip(": ")
 
 

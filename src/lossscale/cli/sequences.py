@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from lossscale.cli.output import number
-from lossscale.core.errors import StateError
 from lossscale.core.headroom import LARGEST
 from lossscale.core.policies import Dynamic
+from lossscale.errors import StateError
 
 if TYPE_CHECKING:
     import numpy as np

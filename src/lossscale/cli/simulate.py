@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lossscale.cli.choices import Choice, refuse_together, typed
+from lossscale.cli.choices import Choice, refuse_together, was_typed
 from lossscale.cli.output import number, print_json, print_table, progress, warn
 from lossscale.cli.policies import sweep
 from lossscale.cli.sequences import StepSequence, explain_bounds, make_sequence
@@ -95,7 +95,7 @@ def simulate(
         ("chart", "as_json"),
     ):
         refuse_together(ctx, *options)
-    if file is None and typed(ctx, "dtype"):
+    if file is None and was_typed(ctx, "dtype"):
         message = "--dtype is for the magnitudes of a --file; give one."
         raise click.UsageError(message)
     policies: dict[str, Policy] = {}
@@ -187,8 +187,8 @@ def _summary(name: str, result: "Simulation") -> dict[str, Any]:
         "highest": float(result.scales.max()),
         "final": {
             "scale": float(result.final.scale),
-            "good": int(result.final.good),
-            "bad": int(result.final.bad),
+            "good_steps": int(result.final.good_steps),
+            "bad_steps": int(result.final.bad_steps),
         },
         "trajectory": {
             "steps": points.tolist(),
@@ -216,7 +216,7 @@ def _print_trace(
         )
         for step, (finite, state) in enumerate(states, start=1):
             rows.append((name, step, finite, *(value.item() for value in state)))
-    columns = ["policy", "step", "finite", "scale", "good", "bad"]
+    columns = ["policy", "step", "finite", "scale", "good_steps", "bad_steps"]
     if as_json:
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
         return

@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from lossscale.core.checks import FLOAT32_MAX
-from lossscale.core.errors import SettingError
+from lossscale.core.validation import FLOAT32_MAX
+from lossscale.errors import SettingError
 
 LARGEST = {
     "float16": 65504.0,
@@ -155,7 +155,7 @@ def largest_gradient(
         limit = min(limit, math.sqrt(LARGEST[gradient] / max(1, elements)) / addends)
     narrower = variable if _is_narrower(variable, gradient) else gradient
     state = _largest_for_state(inner, narrower, elements)
-    if 0.0 < clip(inner) <= state:
+    if 0.0 < clip_bound(inner) <= state:
         return limit  # whatever the gradient is, no more than that reaches the state
     return min(limit, state / addends)
 
@@ -239,7 +239,7 @@ def _gain(inner: Any) -> float:
 _USUAL_GAIN = 16.0
 
 
-def clip(inner: Any) -> float:
+def clip_bound(inner: Any) -> float:
     """Return what an optimizer clips gradients to; 0 if it does not."""
     names = ("clipnorm", "global_clipnorm", "clipvalue")
     return min((bound for name in names if (bound := _bound(inner, name))), default=0.0)
@@ -257,7 +257,7 @@ def _kind(inner: Any) -> str:
     return ""
 
 
-def accumulated(inner: Any) -> int:
+def accumulation_steps(inner: Any) -> int:
     """Return how many micro-batches an optimizer adds up before a step."""
     return int(_setting(inner, "gradient_accumulation_steps") or 1)
 

@@ -9,10 +9,10 @@ construction. The transition itself stands in `rule.py` and is not restated here
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
 
-from lossscale.core import checks
-from lossscale.core.errors import SettingError
+from lossscale.core import validation
 from lossscale.core.rule import transition
 from lossscale.core.state import Array, ScaleState, Signal, Where
+from lossscale.errors import SettingError
 
 
 @runtime_checkable
@@ -51,7 +51,7 @@ def advance(
         >>> policy = Dynamic()
         >>> signal = Signal(finite=False, too_large=True)
         >>> advance(policy, policy.init(), signal, where=lambda c, a, b: a if c else b)
-        ScaleState(scale=65536.0, good=0, bad=0)
+        ScaleState(scale=65536.0, good_steps=0, bad_steps=0)
     """
     after = policy.step(state, signal, where=where)
     if signal.too_large is None:
@@ -107,7 +107,7 @@ class Fixed:
 
     def __post_init__(self) -> None:
         """Check the scale."""
-        object.__setattr__(self, "scale", checks.scale("scale", self.scale))
+        object.__setattr__(self, "scale", validation.check_scale("scale", self.scale))
 
     def init(self) -> ScaleState:
         """Return the only state there is."""
@@ -140,7 +140,7 @@ class Dynamic(_Prepared):
     Example:
         >>> from lossscale import Dynamic
         >>> Dynamic(growth_interval=100, hysteresis=2).init()
-        ScaleState(scale=65536.0, good=0, bad=0)
+        ScaleState(scale=65536.0, good_steps=0, bad_steps=0)
     """
 
     init_scale: float = 2.0**16
@@ -160,7 +160,7 @@ class Dynamic(_Prepared):
     hysteresis: int = 1
     """How many overflows make the scale back off. Every one of them skips its step."""
 
-    min_scale: float = checks.SMALLEST_NORMAL
+    min_scale: float = validation.SMALLEST_NORMAL
     """The floor: no back-off goes below it."""
 
     max_scale: float = 2.0**126
@@ -177,15 +177,15 @@ class Dynamic(_Prepared):
     """At the cap: refuse the growth, or go to `max_scale` exactly. Refusing keeps a
     power of two a power of two, and unscaling exact."""
 
-    late_growth: Literal["never", "first", "always"] = "never"
+    growth_delay: Literal["never", "first", "always"] = "never"
     """Whether growth takes one clean step more than `growth_interval`: never, only
     the first time after an overflow (DeepSpeed), or always (flax)."""
 
-    consecutive: bool = False
+    consecutive_overflows: bool = False
     """Whether only consecutive overflows add up to `hysteresis`: a clean step clears
     the count. Otherwise they accumulate until the scale grows or backs off."""
 
-    backoff_refills: bool = True
+    backoff_resets_hysteresis: bool = True
     """Whether a back-off clears the count of overflows. If not, every overflow after
     it backs off again, until growth (or, with `consecutive`, a clean step) clears
     the count (Megatron, DeepSpeed)."""
@@ -197,7 +197,7 @@ class Dynamic(_Prepared):
 
     def __post_init__(self) -> None:
         """Check every setting, and keep it as a plain Python number."""
-        growth = checks.above_one("growth_factor", self.growth_factor)
+        growth = validation.check_above_one("growth_factor", self.growth_factor)
         factor, divisor = self.backoff_factor, self.backoff_divisor
         if factor is not None and divisor is not None:
             message = (
@@ -207,26 +207,32 @@ class Dynamic(_Prepared):
             raise SettingError(message)
         if divisor is None:
             factor = 0.5 if factor is None else factor
-            factor = checks.below_one("backoff_factor", factor)
+            factor = validation.check_below_one("backoff_factor", factor)
         else:
-            divisor = checks.above_one("backoff_divisor", divisor)
+            divisor = validation.check_above_one("backoff_divisor", divisor)
         checked = {
-            "init_scale": checks.scale("init_scale", self.init_scale),
+            "init_scale": validation.check_scale("init_scale", self.init_scale),
             "growth_factor": growth,
             "backoff_factor": factor,
-            "growth_interval": checks.count("growth_interval", self.growth_interval),
-            "hysteresis": checks.count("hysteresis", self.hysteresis),
-            "min_scale": checks.scale("min_scale", self.min_scale),
-            "max_scale": checks.scale("max_scale", self.max_scale),
-            "backoff_divisor": divisor,
-            "at_min": checks.choice("at_min", self.at_min, ("clamp", "hold")),
-            "at_max": checks.choice("at_max", self.at_max, ("hold", "clamp")),
-            "late_growth": checks.choice(
-                "late_growth", self.late_growth, ("never", "first", "always")
+            "growth_interval": validation.check_count(
+                "growth_interval", self.growth_interval
             ),
-            "consecutive": checks.switch("consecutive", self.consecutive),
-            "backoff_refills": checks.switch("backoff_refills", self.backoff_refills),
-            "hold_on_nonfinite_loss": checks.switch(
+            "hysteresis": validation.check_count("hysteresis", self.hysteresis),
+            "min_scale": validation.check_scale("min_scale", self.min_scale),
+            "max_scale": validation.check_scale("max_scale", self.max_scale),
+            "backoff_divisor": divisor,
+            "at_min": validation.check_choice("at_min", self.at_min, ("clamp", "hold")),
+            "at_max": validation.check_choice("at_max", self.at_max, ("hold", "clamp")),
+            "growth_delay": validation.check_choice(
+                "growth_delay", self.growth_delay, ("never", "first", "always")
+            ),
+            "consecutive_overflows": validation.check_bool(
+                "consecutive_overflows", self.consecutive_overflows
+            ),
+            "backoff_resets_hysteresis": validation.check_bool(
+                "backoff_resets_hysteresis", self.backoff_resets_hysteresis
+            ),
+            "hold_on_nonfinite_loss": validation.check_bool(
                 "hold_on_nonfinite_loss", self.hold_on_nonfinite_loss
             ),
         }
@@ -252,13 +258,13 @@ class Dynamic(_Prepared):
         divisor = self.backoff_divisor
         backoff = cast("float", self.backoff_factor if divisor is None else divisor)
         return Settings(
-            growth_factor=checks.as_float32(self.growth_factor),
-            growth_threshold=self.growth_interval + (self.late_growth != "never"),
-            good_after_growth=int(self.late_growth == "first"),
-            backoff=checks.as_float32(backoff),
+            growth_factor=validation.as_float32(self.growth_factor),
+            growth_threshold=self.growth_interval + (self.growth_delay != "never"),
+            good_after_growth=int(self.growth_delay == "first"),
+            backoff=validation.as_float32(backoff),
             hysteresis=self.hysteresis,
-            min_scale=checks.as_float32(self.min_scale),
-            max_scale=checks.as_float32(self.max_scale),
+            min_scale=validation.as_float32(self.min_scale),
+            max_scale=validation.as_float32(self.max_scale),
         )
 
     def _switches(self) -> Switches:
@@ -267,8 +273,8 @@ class Dynamic(_Prepared):
             backoff_divides=self.backoff_divisor is not None,
             hold_at_min=self.at_min == "hold",
             clamp_at_max=self.at_max == "clamp",
-            finite_clears_bad=self.consecutive,
-            backoff_clears_bad=self.backoff_refills,
+            finite_clears_bad=self.consecutive_overflows,
+            backoff_clears_bad=self.backoff_resets_hysteresis,
         )
 
     def is_stuck(self, scale: float) -> bool:
@@ -276,8 +282,8 @@ class Dynamic(_Prepared):
 
         Holding at the floor refuses every result below it, a growth's too.
         """
-        raised = checks.as_float32(scale) * self.settings.growth_factor
-        raised = checks.as_float32(min(raised, checks.FLOAT32_MAX))
+        raised = validation.as_float32(scale) * self.settings.growth_factor
+        raised = validation.as_float32(min(raised, validation.FLOAT32_MAX))
         return self.switches.hold_at_min and raised < self.settings.min_scale
 
     def init(self) -> ScaleState:
@@ -288,16 +294,16 @@ class Dynamic(_Prepared):
         """Return the state after a step; see `lossscale.core.rule.transition`."""
         moved = transition(
             state.scale,
-            state.good,
-            state.bad,
+            state.good_steps,
+            state.bad_steps,
             signal.finite,
             *self.settings,
             *self.switches,
             where,
         )
-        return self.held(state, ScaleState(*moved), signal, where)
+        return self.keep_if_loss_nonfinite(state, ScaleState(*moved), signal, where)
 
-    def held(
+    def keep_if_loss_nonfinite(
         self, before: ScaleState, after: ScaleState, signal: Signal, where: Where
     ) -> ScaleState:
         """Return the state before a step if its loss is what went wrong, else after."""

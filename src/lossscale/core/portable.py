@@ -3,7 +3,7 @@
 
     {"format": "lossscale/1",
      "policy": {"kind": "dynamic", "init_scale": 65536.0, ...},
-     "state": {"scale": 32768.0, "good": 17, "bad": 0}}
+     "state": {"scale": 32768.0, "good_steps": 17, "bad_steps": 0}}
 
 Reading parses JSON and nothing else: nothing is ever unpickled. An object that is
 truncated, malformed, foreign or of a newer format gives one `StateError` and changes
@@ -19,11 +19,11 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lossscale.core import checks
-from lossscale.core.checks import shown
-from lossscale.core.errors import LossScaleError, StateError
+from lossscale.core import validation
 from lossscale.core.policies import Dynamic, Fixed, Policy
 from lossscale.core.state import ScaleState
+from lossscale.core.validation import format_value
+from lossscale.errors import LossScaleError, StateError
 
 FORMAT = "lossscale/1"
 """The format that this version writes, and the newest that it reads."""
@@ -50,7 +50,7 @@ def to_portable(policy: Policy, state: ScaleState) -> Portable:
         >>> from lossscale import Fixed, to_portable
         >>> policy = Fixed(1024.0)
         >>> to_portable(policy, policy.init())["state"]
-        {'scale': 1024.0, 'good': 0, 'bad': 0}
+        {'scale': 1024.0, 'good_steps': 0, 'bad_steps': 0}
     """
     for kind, policy_class in _KINDS.items():
         if type(policy) is policy_class:
@@ -79,18 +79,18 @@ def from_portable(portable: Mapping[str, Any]) -> tuple[Fixed | Dynamic, ScaleSt
         >>> from lossscale import Fixed, from_portable, to_portable
         >>> policy = Fixed(1024.0)
         >>> from_portable(to_portable(policy, policy.init()))
-        (Fixed(scale=1024.0), ScaleState(scale=1024.0, good=0, bad=0))
+        (Fixed(scale=1024.0), ScaleState(scale=1024.0, good_steps=0, bad_steps=0))
     """
     _check_format(portable)
     _check_keys("the object", portable, {"format", "policy", "state"})
     settings, values = portable["policy"], portable["state"]
     for name, part in (("policy", settings), ("state", values)):
         if not isinstance(part, Mapping):
-            message = f"'{name}' must be an object, got {shown(part)}."
+            message = f"'{name}' must be an object, got {format_value(part)}."
             raise StateError(message)
     kind = settings.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
-        message = f"The policy's kind must be {' or '.join(_KINDS)}, got {shown(kind)}."
+        message = f"The policy's kind must be {' or '.join(_KINDS)}, got {format_value(kind)}."
         raise StateError(message)
     policy_class = _KINDS[kind]
     names = {field.name for field in fields(policy_class)}
@@ -116,7 +116,7 @@ def save(path: str | os.PathLike[str], policy: Policy, state: ScaleState) -> Non
         ...     path = os.path.join(folder, "scaler.json")
         ...     portable.save(path, policy, policy.init())
         ...     portable.load(path)
-        (Fixed(scale=8.0), ScaleState(scale=8.0, good=0, bad=0))
+        (Fixed(scale=8.0), ScaleState(scale=8.0, good_steps=0, bad_steps=0))
     """
     text = json.dumps(to_portable(policy, state), indent=2, allow_nan=False) + "\n"
     write_atomically(path, text)
@@ -212,14 +212,14 @@ def _check_format(portable: Mapping[str, Any]) -> None:
     newer = number.isdecimal() and number.lstrip("0") not in ("", "1")
     if name == "lossscale" and newer:
         message = (
-            f"This state has format {shown(written)}, this version reads {FORMAT!r}. "
+            f"This state has format {format_value(written)}, this version reads {FORMAT!r}. "
             "Upgrade with: pip install --upgrade lossscale"
         )
     else:
         message = (
-            f"This is not a lossscale state: 'format' is {shown(written)}, expected "
+            f"This is not a lossscale state: 'format' is {format_value(written)}, expected "
             f"{FORMAT!r}. Another library's state goes through `lossscale convert` "
-            "or lossscale.core.converters.from_library."
+            "or lossscale.convert.from_library."
         )
     raise StateError(message)
 
@@ -247,32 +247,30 @@ def check_state(policy: Policy, state: ScaleState) -> ScaleState:
             never move it again.
     """
     if not isinstance(state, ScaleState):
-        message = f"A state is a ScaleState, got {shown(state)}."
+        message = f"A state is a ScaleState, got {format_value(state)}."
         raise StateError(message)
     values = {name: plain_number(value) for name, value in state._asdict().items()}
     scale = values["scale"]
     if isinstance(scale, bool) or not isinstance(scale, Real):
-        message = f"The scale must be one number, got {shown(scale)}."
+        message = f"The scale must be one number, got {format_value(scale)}."
         raise StateError(message)
     try:
-        scale = checks.scale("The scale", scale)
+        scale = validation.check_scale("The scale", scale)
     except LossScaleError as error:
         raise StateError(str(error)) from None
-    for name in ("good", "bad"):
+    for name in ("good_steps", "bad_steps"):
         counter = values[name]
         if isinstance(counter, bool) or not isinstance(counter, Integral):
-            message = (
-                f"The counter '{name}' must be a whole number, got {shown(counter)}."
-            )
+            message = f"The counter '{name}' must be a whole number, got {format_value(counter)}."
             raise StateError(message)
         if not 0 <= int(counter) < _COUNTER_END:
             message = (
                 f"The counter '{name}' must be 0 or more and below 2**31 - 1, got "
-                f"{shown(counter)}."
+                f"{format_value(counter)}."
             )
             raise StateError(message)
     if isinstance(policy, Fixed) and (
-        checks.as_float32(scale) != checks.as_float32(policy.scale)
+        validation.as_float32(scale) != validation.as_float32(policy.scale)
     ):
         message = (
             f"The scale is {scale!r}, and the policy is fixed at {policy.scale!r}."
@@ -284,7 +282,7 @@ def check_state(policy: Policy, state: ScaleState) -> ScaleState:
             "a policy with at_min='hold' could never move it."
         )
         raise StateError(message)
-    return ScaleState(scale, int(values["good"]), int(values["bad"]))
+    return ScaleState(scale, int(values["good_steps"]), int(values["bad_steps"]))
 
 
 def plain_number(value: Any) -> Any:

@@ -26,14 +26,14 @@ class ScaleState(NamedTuple):
     Example:
         >>> from lossscale import Dynamic
         >>> Dynamic(init_scale=1024.0).init()
-        ScaleState(scale=1024.0, good=0, bad=0)
+        ScaleState(scale=1024.0, good_steps=0, bad_steps=0)
     """
 
     scale: Array
     """What the loss is multiplied by; float32."""
-    good: Array
+    good_steps: Array
     """Clean steps counted towards the next growth; an integer."""
-    bad: Array
+    bad_steps: Array
     """Overflows counted towards the next back-off; an integer."""
 
 
@@ -57,9 +57,9 @@ class Signal(NamedTuple):
     """The global norm of the unscaled gradients."""
     loss_finite: Array | None = None
     """Whether the loss was finite before it was scaled."""
-    zero_share: Array | None = None
+    zero_fraction: Array | None = None
     """The share of gradient values that are exactly zero."""
-    subnormal_share: Array | None = None
+    subnormal_fraction: Array | None = None
     """The share of gradient values below the smallest normal number of their dtype."""
     too_large: Array | None = None
     """Whether every gradient is finite, and one of them is too large for the optimizer
@@ -67,5 +67,5 @@ class Signal(NamedTuple):
     stays where it is: no lower scale makes a true gradient smaller."""
 
 
-MEASUREMENTS = ("nan", "amax", "norm", "zero_share", "subnormal_share")
+MEASUREMENTS = ("nan", "amax", "norm", "zero_fraction", "subnormal_fraction")
 """The fields of a `Signal` that `unscale` can measure when asked."""

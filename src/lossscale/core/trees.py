@@ -11,7 +11,7 @@ from copy import copy
 from operator import itemgetter
 from typing import Any
 
-from lossscale.core.errors import StructureError
+from lossscale.errors import StructureError
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lossscale.core.errors import MissingPackageError
+from lossscale.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-import lossscale.numpy as verbs
-from lossscale.core.errors import SettingError
+import lossscale.numpy as ls
 from lossscale.core.policies import Dynamic, Fixed, Policy
 from lossscale.demo import muon, network
 from lossscale.demo.data import Digits, load_digits
+from lossscale.errors import SettingError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -148,7 +148,7 @@ def train(
     generator = np.random.default_rng(seed)
     weights = network.initial_weights(generator, depth)
     momenta = [np.zeros_like(weight) for weight in weights]
-    state = verbs.init(policy)
+    state = ls.init(policy)
     losses = np.zeros(steps, np.float32)
     scales = np.zeros(steps, np.float32)
     skipped = np.zeros(steps, np.bool_)
@@ -160,9 +160,9 @@ def train(
 
         trace = network.forward(weights, images, number)
         losses[step], slope = network.cross_entropy(trace.logits, labels)
-        seed_gradient = slope * verbs.scale(np.float32(1), state)
+        seed_gradient = slope * ls.scale(np.float32(1), state)
         stored = network.backward(weights, trace, seed_gradient, number)
-        gradients, signal = verbs.unscale(stored, state)
+        gradients, signal = ls.unscale(stored, state)
 
         rate = muon.RATE * (1 - step / steps)
         proposed = muon.step(weights, momenta, gradients, rate)
@@ -172,8 +172,8 @@ def train(
             lost += _count_lost(stored, exact)
             found += sum(int(np.count_nonzero(gradient)) for gradient in exact)
 
-        weights, momenta = verbs.select(signal.finite, proposed, (weights, momenta))
-        state = verbs.update(policy, state, signal)
+        weights, momenta = ls.select(signal.finite, proposed, (weights, momenta))
+        state = ls.update(policy, state, signal)
         if on_step is not None:
             on_step(name, step, float(losses[step]))
 

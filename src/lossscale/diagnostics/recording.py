@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lossscale.core.checks import FLOAT32_MAX, shown
-from lossscale.core.errors import StateError
 from lossscale.core.headroom import LARGEST
+from lossscale.core.validation import FLOAT32_MAX, format_value
+from lossscale.errors import StateError
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ def _number(
     if not usable or not lowest <= value <= FLOAT32_MAX:
         message = (
             f"{where}: '{key}' must be a finite float32 number, {expected}, got "
-            f"{shown(value)}."
+            f"{format_value(value)}."
         )
         raise StateError(message)
     return float(value)

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-import lossscale.numpy as verbs
-from lossscale.core import checks
-from lossscale.core.errors import SettingError
+import lossscale.numpy as ls
+from lossscale.core import validation
 from lossscale.core.headroom import LARGEST
 from lossscale.core.policies import Dynamic, Fixed, Policy
 from lossscale.core.rule import transition
 from lossscale.core.state import ScaleState, Signal
+from lossscale.errors import SettingError
 
 Flags = npt.NDArray[np.bool_]
 Steps = npt.NDArray[np.int64]
@@ -176,7 +176,7 @@ def _sequence(
             f"{flags.dtype} with shape {flags.shape}."
         )
         raise SettingError(message)
-    largest = LARGEST[checks.choice("dtype", dtype, LARGEST)]
+    largest = LARGEST[validation.check_choice("dtype", dtype, LARGEST)]
     if magnitudes is None:
         return _Sequence(flags, None)
     values = np.asarray(magnitudes)
@@ -225,7 +225,11 @@ def _by_the_rule(
         for value in policy.settings
     )
     first = policy.init()
-    state: tuple[Any, ...] = (np.float32(first.scale), first.good, first.bad)
+    state: tuple[Any, ...] = (
+        np.float32(first.scale),
+        first.good_steps,
+        first.bad_steps,
+    )
     steps = [np.zeros(1, np.int64)]
     scales = [np.array([first.scale], np.float32)]
     skipped = taken = 0
@@ -248,7 +252,7 @@ def _by_the_rule(
 
 def _without_steps(policy: Fixed, sequence: _Sequence) -> Simulation:
     """Return what a fixed scale does: nothing."""
-    state = verbs.init(policy)
+    state = ls.init(policy)
     skipped = sum(
         int(np.count_nonzero(limits < state.scale)) for limits in sequence.chunks()
     )
@@ -258,7 +262,7 @@ def _without_steps(policy: Fixed, sequence: _Sequence) -> Simulation:
 
 def _one_by_one(policy: Policy, sequence: _Sequence) -> Simulation:
     """Run any policy, step by step."""
-    state = verbs.init(policy)
+    state = ls.init(policy)
     steps, scales = [0], [state.scale]
     skipped = 0
     for number, (finite, state) in enumerate(_states(policy, sequence), start=1):
@@ -282,11 +286,11 @@ def trace(
 
 
 def _states(policy: Policy, sequence: _Sequence) -> Iterator[tuple[bool, ScaleState]]:
-    state = verbs.init(policy)
+    state = ls.init(policy)
     for limits in sequence.chunks():
         for limit in limits:
             finite = bool(state.scale <= limit)
-            state = verbs.update(policy, state, Signal(finite))
+            state = ls.update(policy, state, Signal(finite))
             yield finite, state
 
 

@@ -15,18 +15,12 @@ agreement          one decision for all devices of a mapped axis
 drop_ins           the names of jmp and flax
 """
 
-from lossscale.core.errors import MissingPackageError
+from lossscale.core.optional import explain_missing
 
 try:
     import jax  # noqa: F401
 except ModuleNotFoundError as error:
-    if error.name != "jax":  # it is there, and something of its own is not
-        raise
-    _message = (
-        "lossscale.jax needs JAX, which is not installed. Install it with: "
-        "pip install 'lossscale[jax]'"
-    )
-    raise MissingPackageError(_message) from None
+    raise explain_missing(error, "jax", "JAX") from None
 
 from lossscale.jax.accumulation import Accumulated, accumulating
 from lossscale.jax.leaves import overwritten

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lossscale.core import checks
+from lossscale.core import validation
 from lossscale.core.policies import Policy
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.jax import leaves, verbs
@@ -91,7 +91,7 @@ def accumulating(
         (2.0, True, 4.0, [True, False, True])
     """
     check_policy(policy)
-    drops = checks.choice("bad", bad, ("drop", "skip")) == "drop"
+    drops = validation.check_choice("bad", bad, ("drop", "skip")) == "drop"
     places = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
 
     @named_like(fun)

@@ -16,7 +16,7 @@ from lossscale.jax import leaves
 
 _ANY = ("nan",)
 _LARGEST = ("amax", "norm")
-_MEAN = ("zero_share", "subnormal_share")
+_MEAN = ("zero_fraction", "subnormal_fraction")
 
 
 def is_named(axis_name: Any) -> bool:

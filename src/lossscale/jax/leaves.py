@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core.checks import shown
-from lossscale.core.errors import GradientError
 from lossscale.core.headroom import largest_addend
 from lossscale.core.state import Array
+from lossscale.core.validation import format_value
+from lossscale.errors import GradientError
 
 KeyPath: TypeAlias = tuple[Any, ...]
 """Where a leaf is, as `jax.tree_util.tree_flatten_with_path` says it."""
@@ -168,7 +168,7 @@ def flags(finite: Any) -> Array:
         or getattr(jnp.result_type(finite), "kind", "") not in tuple("biuf")
         or (known and np.isnan(finite).any())
     ):
-        message = f"finite must be one boolean, got {shown(finite)}."
+        message = f"finite must be one boolean, got {format_value(finite)}."
         raise GradientError(message)
     array = jnp.asarray(finite)
     if array.dtype == jnp.bool_:
@@ -180,6 +180,6 @@ def flag(finite: Any) -> Array:
     """Return one flag as a boolean array of no dimension; else raise."""
     found = flags(finite)
     if found.size != 1:
-        message = f"finite must be one boolean, got {shown(finite)}."
+        message = f"finite must be one boolean, got {format_value(finite)}."
         raise GradientError(message)
     return found.reshape(())

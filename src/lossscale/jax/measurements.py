@@ -38,10 +38,10 @@ def measured(
         "norm": lambda: norm(
             [part for leaf in unscaled for part in leaves.parts(leaf)], number
         ),
-        "zero_share": lambda: _share(
+        "zero_fraction": lambda: _share(
             [leaves.bits(part) == 0 for part in scaled], count
         ),
-        "subnormal_share": lambda: _share([_is_subnormal(x) for x in scaled], count),
+        "subnormal_fraction": lambda: _share([_is_subnormal(x) for x in scaled], count),
     }
     return {name: measures[name]() for name in sorted(names)}
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core.checks import shown
-from lossscale.core.errors import StructureError
 from lossscale.core.state import Array
+from lossscale.core.validation import format_value
+from lossscale.errors import StructureError
 from lossscale.jax import leaves
 from lossscale.jax.agreement import is_named
 from lossscale.jax.leaves import AsIs, overwritten
@@ -97,7 +97,7 @@ def bad_leaves(
     if finite.shape != (len(paths),):
         message = (
             f"There are flags of shape {finite.shape} and {len(paths)} gradients: "
-            f"{shown(paths)}. Pass the tree whose flags these are."
+            f"{format_value(paths)}. Pass the tree whose flags these are."
         )
         raise StructureError(message)
     rows = zip(paths, finite, nan, strict=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lossscale.core import checks
+from lossscale.core import validation
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.jax.signatures import named_like
 from lossscale.jax.value_and_grad import Differentiated
@@ -68,7 +68,7 @@ def retrying(
         >>> float(grads), bool(signal.finite), float(state.scale), int(retries)
         (4.0, True, 8192.0, 3)
     """
-    limit = checks.count("retries", retries)
+    limit = validation.check_count("retries", retries)
 
     @named_like(step)
     def retried(state: ScaleState, /, *args: Any, **kwargs: Any) -> Retried:

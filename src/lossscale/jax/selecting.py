@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core.checks import shown
-from lossscale.core.errors import StructureError
+from lossscale.core.validation import format_value
+from lossscale.errors import StructureError
 from lossscale.jax import leaves
 from lossscale.jax.leaves import KeyPath
 
@@ -104,14 +104,15 @@ def check_same_structure(new: Any, old: Any) -> None:
     only_old = [path for path in paths[1] if path not in paths[0]]
     if only_new or only_old:
         message = (
-            f"The two structures differ: only the new one has {shown(only_new)}, "
-            f"only the old one {shown(only_old)}."
+            f"The two structures differ: only the new one has "
+            f"{format_value(only_new)}, "
+            f"only the old one {format_value(only_old)}."
         )
     else:
         message = (
             "The two structures have the same leaves and differ in their containers or "
-            f"static parts: {shown(jax.tree.structure(new))} against "
-            f"{shown(jax.tree.structure(old))}."
+            f"static parts: {format_value(jax.tree.structure(new))} against "
+            f"{format_value(jax.tree.structure(old))}."
         )
     raise StructureError(message)
 
@@ -125,7 +126,8 @@ def _choose(path: KeyPath, chosen: Any, new: Any, old: Any) -> Any:
         if type(new) is type(old) and new == old:
             return new
         message = (
-            f"The two leaves at {place} are {shown(new)} and {shown(old)}. Under jit "
+            f"The two leaves at {place} are {format_value(new)} and "
+            f"{format_value(old)}. Under jit "
             "only arrays can be chosen from: make arrays of them, or keep them out."
         )
         raise StructureError(message)

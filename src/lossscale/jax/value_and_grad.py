@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lossscale.core import checks
-from lossscale.core.checks import shown
-from lossscale.core.errors import GradientError, SettingTypeError
+from lossscale.core import validation
 from lossscale.core.policies import Policy
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.validation import format_value
+from lossscale.errors import GradientError, SettingTypeError
 from lossscale.jax import verbs
 from lossscale.jax.leaves import AsIs, overwritten
 from lossscale.jax.signatures import named_like
@@ -79,11 +79,11 @@ def value_and_grad(
         ...     return (weight * x) ** 2
         >>> step = jax.jit(ls.value_and_grad(loss, policy))
         >>> value, grads, signal, state = step(ls.init(policy), 3.0, 2.0)
-        >>> float(value), float(grads), bool(signal.finite), int(state.good)
+        >>> float(value), float(grads), bool(signal.finite), int(state.good_steps)
         (36.0, 24.0, True, 1)
     """
     check_policy(policy)
-    names = checks.measurements(measure)
+    names = validation.check_measurements(measure)
 
     @named_like(fun)
     def differentiated(
@@ -121,7 +121,7 @@ def scaled_value_and_grad(
     if not any(leaf is not None for part in parts for leaf in part.floats):
         message = (
             f"There is nothing to differentiate in the arguments at argnums={argnums}: "
-            f"{shown(tuple(args[place] for place in places))}. Expected floating-point "
+            f"{format_value(tuple(args[place] for place in places))}. Expected floating-point "
             "arrays."
         )
         raise GradientError(message)
@@ -145,7 +145,7 @@ def check_policy(policy: Any) -> None:
     if isinstance(policy, type) or not isinstance(policy, Policy):
         message = (
             "policy must be a policy, such as lossscale.Dynamic(), got "
-            f"{shown(policy)}."
+            f"{format_value(policy)}."
         )
         raise SettingTypeError(message)
 

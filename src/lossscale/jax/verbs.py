@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core import checks
-from lossscale.core.checks import shown
-from lossscale.core.errors import GradientError
+from lossscale.core import validation
 from lossscale.core.policies import Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.validation import format_value, require_signal
+from lossscale.errors import GradientError
 from lossscale.jax import leaves
 from lossscale.jax.agreement import agreed, devices
 from lossscale.jax.leaves import AsIs, KeyPath, overwritten
@@ -117,7 +117,7 @@ def unscale(
         grads: A pytree of scaled gradients. `None` and `float0` leaves pass through.
         state: The state whose scale was used for the loss.
         measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
-            "zero_share" and "subnormal_share".
+            "zero_fraction" and "subnormal_fraction".
         axis_name: Inside `shard_map`, `pmap` or `vmap`: the axis, or a tuple of axes,
             over which all devices take one decision. The gradients are not touched:
             average them yourself, before or after. One that could overflow when all
@@ -137,7 +137,7 @@ def unscale(
         >>> grads, bool(signal.finite)
         ({'w': Array([2., 1.], dtype=float32)}, True)
     """
-    names = checks.measurements(measure)
+    names = validation.check_measurements(measure)
     inverse = 1.0 / jnp.asarray(state.scale, jnp.float32)
     # The reciprocal of an infinite scale is 0, and so is that of one above 2**126 where
     # subnormal numbers are taken for zero: every gradient would be 0 and every step
@@ -170,9 +170,7 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         >>> ls.update(policy, ls.init(policy), lossscale.Signal(finite=False)).scale
         Array(32768., dtype=float32)
     """
-    if not isinstance(signal, Signal):
-        message = f"signal must be a Signal, such as unscale returns; got {signal!r}."
-        raise GradientError(message)
+    require_signal(signal)
     if isinstance(state.scale, (jax.Array, np.ndarray, np.generic)):
         before = _strong(state)
     else:
@@ -181,7 +179,7 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
     if finite.shape not in ((), before.scale.shape):
         message = (
             "finite must be one boolean, or one for each scale, got "
-            f"{shown(signal.finite)}. Use the signal that unscale returns."
+            f"{format_value(signal.finite)}. Use the signal that unscale returns."
         )
         raise GradientError(message)
     after = policy.step(before, signal._replace(finite=finite), where=jnp.where)
@@ -192,13 +190,13 @@ def _strong(state: ScaleState) -> ScaleState:
     """Return a state as arrays whose types no step changes."""
     return ScaleState(
         jnp.asarray(state.scale, jnp.float32),
-        jnp.asarray(state.good, jnp.int32),
-        jnp.asarray(state.bad, jnp.int32),
+        jnp.asarray(state.good_steps, jnp.int32),
+        jnp.asarray(state.bad_steps, jnp.int32),
     )
 
 
 def _within_float32(number: float) -> float:
     """Return a Python number; beyond float32, where Python may refuse, infinity."""
-    if number > checks.FLOAT32_MAX:
+    if number > validation.FLOAT32_MAX:
         return float("inf")
-    return float("-inf") if number < -checks.FLOAT32_MAX else float(number)
+    return float("-inf") if number < -validation.FLOAT32_MAX else float(number)

@@ -7,18 +7,15 @@ TensorFlow, JAX and torch backends (`optimizer.py`), what its last step did
 the core and Keras, and no other adapter.
 """
 
-from lossscale.core.errors import MissingPackageError
+from lossscale.core.optional import explain_missing
+from lossscale.errors import MissingPackageError
 
 try:
     import keras
 except ModuleNotFoundError as error:
-    if error.name != "keras":  # Keras is there, and its backend is not: it says so
-        raise
-    _message = (
-        "lossscale.keras needs Keras 3, which is not installed. Install it with: pip "
-        "install 'lossscale[keras]', and one of tensorflow, jax and torch."
-    )
-    raise MissingPackageError(_message) from None
+    raise explain_missing(
+        error, "keras", "Keras 3", also="one of tensorflow, jax and torch"
+    ) from None
 
 if int(keras.__version__.partition(".")[0]) < 3:  # noqa: PLR2004  # Keras 3
     _message = (

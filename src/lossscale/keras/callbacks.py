@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from lossscale.core import checks
-from lossscale.core.errors import SettingTypeError
+from lossscale.core import validation
+from lossscale.errors import SettingTypeError
 from lossscale.keras.operations import read
 from lossscale.keras.optimizer import LossScaleOptimizer
 
@@ -34,9 +34,11 @@ class LossScaleLogger(keras.callbacks.Callback):
                 at: the scale falls and nothing is learnt.
         """
         super().__init__()
-        self.every = None if every is None else checks.count("every", every)
+        self.every = None if every is None else validation.check_count("every", every)
         self.warn_after = (
-            None if warn_after is None else checks.count("warn_after", warn_after)
+            None
+            if warn_after is None
+            else validation.check_count("warn_after", warn_after)
         )
         self._before = 0
         self._looked_at = 0

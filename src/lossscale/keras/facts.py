@@ -26,9 +26,9 @@ class LastStep(NamedTuple):
     """Whether the step was skipped; a boolean."""
     scale: Array
     """The scale that the step used; float32. `dynamic_scale` is the next step's."""
-    good: Array
+    good_steps: Array
     """Clean steps counted towards the next growth, after the step; an integer."""
-    bad: Array
+    bad_steps: Array
     """Overflows counted towards the next back-off, after the step; an integer."""
     skipped_steps: Array
     """Steps skipped since the optimizer was built, files included; an integer."""

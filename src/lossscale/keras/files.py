@@ -8,10 +8,10 @@ from typing import Any
 import keras
 from keras import ops
 
-from lossscale.core.errors import SettingTypeError, StateError
 from lossscale.core.policies import Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
+from lossscale.errors import SettingTypeError, StateError
 from lossscale.keras import settings
 from lossscale.keras.operations import read
 

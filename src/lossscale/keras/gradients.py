@@ -11,10 +11,10 @@ from typing import Any
 
 from keras import ops
 
-from lossscale.core.checks import FLOAT32_MAX
-from lossscale.core.errors import GradientError, StructureError
 from lossscale.core.headroom import LARGEST, NARROW
 from lossscale.core.state import Array
+from lossscale.core.validation import FLOAT32_MAX
+from lossscale.errors import GradientError, StructureError
 from lossscale.keras.headroom import Headroom
 from lossscale.keras.operations import (
     divided,

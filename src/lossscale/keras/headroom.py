@@ -13,9 +13,9 @@ from typing import Any
 
 from lossscale.core.headroom import (
     LARGEST,
-    accumulated,
+    accumulation_steps,
     check_epsilon,
-    clip,
+    clip_bound,
     largest_gradient,
 )
 
@@ -36,7 +36,8 @@ class Headroom:
         self._replicas = replicas
         self._known: dict[tuple[str, str], float] = {}
         self.takes_wide = all(
-            clip(each) > 0.0 and accumulated(each) == 1 for each in self._optimizers
+            clip_bound(each) > 0.0 and accumulation_steps(each) == 1
+            for each in self._optimizers
         )
         """Whether gradients may be wider than their variables. Clipping comes before
         the cast to the variable's dtype; an accumulator has that dtype and takes no
@@ -60,7 +61,7 @@ class Headroom:
                     given,
                     variable,
                     elements=self._elements,
-                    addends=self._replicas * accumulated(inner),
+                    addends=self._replicas * accumulation_steps(inner),
                 )
                 for inner in self._optimizers
             )

@@ -20,7 +20,7 @@ replicas run the same loop, so there is nothing to keep apart by thread.
 
 from typing import Literal
 
-from lossscale.core.errors import GradientError
+from lossscale.errors import GradientError
 from lossscale.keras.tracing import is_traced
 
 _ONE_OR_THE_OTHER = (

@@ -7,9 +7,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from lossscale.core.errors import GradientError, StructureError
 from lossscale.core.headroom import LARGEST
 from lossscale.core.state import Array
+from lossscale.errors import GradientError, StructureError
 from lossscale.keras import gradients
 from lossscale.keras.loops import Loop
 from lossscale.keras.operations import dtype_of

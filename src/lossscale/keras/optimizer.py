@@ -26,9 +26,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from lossscale.core.errors import StructureError
 from lossscale.core.policies import Policy, advance
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.errors import StructureError
 from lossscale.keras import gradients, replicas, settings
 from lossscale.keras.facts import LastStep
 from lossscale.keras.files import Files
@@ -106,10 +106,10 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
             return
         self._headroom().check_epsilon(map(dtype_of, var_list))
         first = self.policy.init()
-        self.step_counter = self._number("step_counter", "int", first.good)
+        self.step_counter = self._number("step_counter", "int", first.good_steps)
         self.dynamic_scale = self._number("dynamic_scale", "float32", first.scale)
         # Ours come last: so a file of Keras's class can be told from one of ours.
-        self.bad_steps = self._number("bad_steps", "int", first.bad)
+        self.bad_steps = self._number("bad_steps", "int", first.bad_steps)
         self.last_scale = self._number("last_scale", "float32", first.scale)
         self.skipped_steps = self._number("skipped_steps", "int", 0)
         self.consecutive_skips = self._number("consecutive_skips", "int", 0)
@@ -142,7 +142,7 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         """
         if not self.built:
             first = self.policy.init()
-            return LastStep(False, first.scale, first.good, first.bad, 0, 0)
+            return LastStep(False, first.scale, first.good_steps, first.bad_steps, 0, 0)
         if getattr(self.dynamic_scale, "_value", 0) is None:
             # Keras would return the variable's first value.
             message = (
@@ -155,8 +155,8 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         return LastStep(
             skipped=consecutive > 0,
             scale=read(self.last_scale),
-            good=read(self.step_counter),
-            bad=read(self.bad_steps),
+            good_steps=read(self.step_counter),
+            bad_steps=read(self.bad_steps),
             skipped_steps=read(self.skipped_steps),
             consecutive_skips=consecutive,
             reasons=read(self.skip_reasons),

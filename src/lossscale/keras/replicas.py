@@ -9,8 +9,8 @@ all, and applies a NaN of another. Here one overflow anywhere skips the step eve
 from collections.abc import Callable
 from typing import Any
 
-from lossscale.core.errors import SettingError
 from lossscale.core.state import Array
+from lossscale.errors import SettingError
 
 
 def count() -> int:

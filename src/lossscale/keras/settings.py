@@ -5,11 +5,12 @@ from typing import Any
 
 import keras
 
-from lossscale.core import checks, presets
-from lossscale.core.checks import shown
-from lossscale.core.errors import SettingError, SettingTypeError, StateError
+from lossscale import presets
+from lossscale.core import validation
 from lossscale.core.policies import Dynamic, Fixed, Policy
 from lossscale.core.portable import check_state, from_portable, to_portable
+from lossscale.core.validation import format_value
+from lossscale.errors import SettingError, SettingTypeError, StateError
 
 INITIAL_SCALE = 2.0**15
 """Keras's first scale."""
@@ -43,7 +44,8 @@ def check_inner(inner: Any) -> None:
     if not isinstance(inner, keras.optimizers.Optimizer):
         message = (
             "inner_optimizer must be an optimizer of Keras 3, such as "
-            f"keras.optimizers.Adam(1e-3), got {shown(inner)} ({type(inner).__name__})."
+            f"keras.optimizers.Adam(1e-3), got {format_value(inner)} "
+            f"({type(inner).__name__})."
         )
         raise SettingTypeError(message)
 
@@ -79,19 +81,22 @@ def make_policy(policy: Any, initial_scale: Any, growth_steps: Any) -> Policy:
             growth_steps = int(growth_steps)  # Keras counts to 2.0 as well
         return presets.get(
             "keras",
-            init_scale=checks.scale("initial_scale", initial_scale),
-            growth_interval=checks.count("dynamic_growth_steps", growth_steps),
+            init_scale=validation.check_scale("initial_scale", initial_scale),
+            growth_interval=validation.check_count(
+                "dynamic_growth_steps", growth_steps
+            ),
         )
     if isinstance(policy, type) or not isinstance(policy, Policy):
         message = (
             "policy must be a policy, such as lossscale.Dynamic(), lossscale.Fixed(8.0)"
-            f" or lossscale.presets.get('torch'), got {shown(policy)}."
+            f" or lossscale.presets.get('torch'), got {format_value(policy)}."
         )
         raise SettingTypeError(message)
     if (initial_scale, growth_steps) != (INITIAL_SCALE, GROWTH_STEPS):
         message = (
             f"initial_scale={initial_scale!r} and dynamic_growth_steps="
-            f"{growth_steps!r} were given together with policy={shown(policy)}, which "
+            f"{growth_steps!r} were given together with "
+            f"policy={format_value(policy)}, which "
             "has them itself. Give one or the other: "
             "policy=lossscale.Dynamic(init_scale=..., growth_interval=...)."
         )
@@ -99,7 +104,9 @@ def make_policy(policy: Any, initial_scale: Any, growth_steps: Any) -> Policy:
     try:
         check_state(policy, policy.init())
     except StateError as error:
-        message = f"The policy {shown(policy)} starts with a state of no use: {error}"
+        message = (
+            f"The policy {format_value(policy)} starts with a state of no use: {error}"
+        )
         raise SettingError(message) from error
     return policy
 

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from lossscale.core.errors import GradientError, SettingError, StructureError
 from lossscale.core.state import Array
+from lossscale.errors import GradientError, SettingError, StructureError
 from lossscale.keras import gradients
 from lossscale.keras.headroom import Headroom
 from lossscale.keras.losses import Losses, check_count

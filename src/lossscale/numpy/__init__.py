@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The NumPy adapter: the reference, and the one to copy for another framework.
 
-It offers what every framework's module offers: the five verbs (`verbs.py`) and the
+It offers what every framework's module offers: the five verbs (`functional.py`) and the
 seven classic classes (`classic.py`). It imports the core and NumPy, and no other
 adapter.
 """
 
-from lossscale.core.errors import MissingPackageError
+from lossscale.core.optional import explain_missing
 
 try:
     import numpy  # noqa: F401, ICN001
 except ModuleNotFoundError as error:
-    if error.name != "numpy":  # it is there, and something of its own is not
-        raise
-    _message = (
-        "lossscale.numpy needs NumPy, which is not installed. Install it with: "
-        "pip install 'lossscale[numpy]'"
-    )
-    raise MissingPackageError(_message) from None
+    raise explain_missing(error, "numpy", "NumPy") from None
 
 from lossscale.core.classic import LossScale, LossScaleManager
 from lossscale.numpy.classic import (
@@ -28,7 +22,7 @@ from lossscale.numpy.classic import (
     LossScaleOptimizer,
     get,
 )
-from lossscale.numpy.verbs import init, scale, select, unscale, update
+from lossscale.numpy.functional import init, scale, select, unscale, update
 
 __all__ = [
     "DynamicLossScale",

@@ -13,7 +13,7 @@ from lossscale.core.classic import LossScale
 from lossscale.core.classic.arguments import real_number
 from lossscale.core.policies import Policy
 from lossscale.core.state import Array, ScaleState, Signal
-from lossscale.numpy import verbs
+from lossscale.numpy import functional
 
 
 class _Cell:
@@ -26,7 +26,7 @@ class _Cell:
     def read(self) -> ScaleState:
         return self._state
 
-    def shown(self) -> ScaleState:
+    def read_for_repr(self) -> ScaleState:
         return self._state
 
     def assign(self, state: ScaleState) -> None:
@@ -58,19 +58,19 @@ class _Binding(classic.EagerBinding):
         return np.float32(real_number("The loss scale", value))
 
     def flag(self, finite: Any) -> np.bool_:
-        return verbs.flag(finite)
+        return functional.flag(finite)
 
     def all_finite(self, grads: Any) -> np.bool_:
-        return verbs.all_finite(trees.map_leaves(_widen, grads))
+        return functional.all_finite(trees.map_leaves(_widen, grads))
 
     def update(self, policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
-        return verbs.update(policy, state, signal)
+        return functional.update(policy, state, signal)
 
     def scale_loss(self, loss: Any, loss_scale: Array) -> Any:
-        return verbs.scale(loss, ScaleState(loss_scale, 0, 0))
+        return functional.scale(loss, ScaleState(loss_scale, 0, 0))
 
     def unscale(self, grads: list[Any], loss_scale: Array) -> list[Any]:
-        unscaled, _ = verbs.unscale(grads, ScaleState(loss_scale, 0, 0))
+        unscaled, _ = functional.unscale(grads, ScaleState(loss_scale, 0, 0))
         return list(unscaled)
 
 
@@ -79,7 +79,7 @@ _BINDING = _Binding()
 
 def _widen(path: str, leaf: Any) -> Any:
     """Return a gradient in float32 or wider, or raise if it is none."""
-    return verbs.widened("gradient", path, leaf)
+    return functional.upcast("gradient", path, leaf)
 
 
 class FixedLossScaleManager(classic.FixedLossScaleManager):
@@ -163,7 +163,7 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
         """Return whether the gradients are finite, and can be squared."""
         del variables
         checked = trees.map_leaves(_widen, gradients)
-        return verbs.all_finite_and_squarable(checked)[1]
+        return functional.all_finite_and_squarable(checked)[1]
 
 
 def get(identifier: Any) -> LossScale | None:

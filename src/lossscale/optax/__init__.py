@@ -8,18 +8,12 @@
 It imports the core, JAX, optax and `lossscale.jax`.
 """
 
-from lossscale.core.errors import MissingPackageError
+from lossscale.core.optional import explain_missing
 
 try:
     import optax  # noqa: F401
 except ModuleNotFoundError as error:
-    if error.name != "optax":  # it is there, and something of its own is not
-        raise
-    _message = (
-        "lossscale.optax needs optax, which is not installed. Install it with: "
-        "pip install 'lossscale[optax]'"
-    )
-    raise MissingPackageError(_message) from None
+    raise explain_missing(error, "optax", "optax") from None
 
 from lossscale.optax.accumulation import MultiSteps
 from lossscale.optax.states import (

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lossscale.core.errors import StateError
 from lossscale.core.state import Array, ScaleState
+from lossscale.errors import StateError
 from lossscale.jax import verbs
 
 
@@ -71,7 +71,7 @@ def scale_state(opt_state: Any) -> ScaleState:
         >>> optimizer = optax.chain(ls.loss_scaled(optax.adam(0.1), policy))
         >>> state = optimizer.init(jnp.ones(2))
         >>> lossscale.to_portable(policy, ls.scale_state(state))["state"]
-        {'scale': 8.0, 'good': 0, 'bad': 0}
+        {'scale': 8.0, 'good_steps': 0, 'bad_steps': 0}
     """
     found = _the_one(opt_state).scale_state
     return ScaleState(*(_array(value) for value in found))
@@ -133,7 +133,7 @@ def with_scale_state(opt_state: Any, state: ScaleState) -> Any:
         >>> import lossscale, lossscale.jax, lossscale.optax as ls
         >>> policy = lossscale.Dynamic()
         >>> optimizer = ls.loss_scaled(optax.adam(0.1), policy)
-        >>> saved = lossscale.ScaleState(scale=512.0, good=7, bad=0)
+        >>> saved = lossscale.ScaleState(scale=512.0, good_steps=7, bad_steps=0)
         >>> state = ls.with_scale_state(
         ...     optimizer.init(jnp.ones(2)), lossscale.jax.init(policy, saved)
         ... )

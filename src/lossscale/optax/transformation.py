@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lossscale.core import checks, headroom
-from lossscale.core.errors import SettingError, SettingTypeError
+from lossscale.core import headroom, validation
 from lossscale.core.policies import Dynamic, Policy
 from lossscale.core.state import Array
+from lossscale.errors import SettingError, SettingTypeError
 from lossscale.jax import leaves, verbs
 from lossscale.jax.agreement import agreed
 from lossscale.jax.leaves import AsIs, overwritten
@@ -86,7 +86,7 @@ def loss_scaled(
     settings = Dynamic() if policy is None else policy
     _check(inner, settings)
     passes = overwritten if as_is is None else as_is
-    branches = checks.choice("skip", skip, ("select", "cond")) == "cond"
+    branches = validation.check_choice("skip", skip, ("select", "cond")) == "cond"
     optimizer = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> LossScaledState:
@@ -154,7 +154,7 @@ def _check(inner: Any, policy: Any) -> None:
     ):
         message = (
             "inner must be an optax optimizer, such as optax.adam(1e-3), got "
-            f"{checks.shown(inner)}."
+            f"{validation.format_value(inner)}."
         )
         raise SettingTypeError(message)
     check_policy(policy)

@@ -9,18 +9,12 @@ an optimizer of tf_keras is wrapped. It imports the core and TensorFlow, and no 
 adapter.
 """
 
-from lossscale.core.errors import MissingPackageError
+from lossscale.core.optional import explain_missing
 
 try:
     import tensorflow as tf  # noqa: F401
 except ModuleNotFoundError as error:
-    if error.name != "tensorflow":  # it is there, and something of its own is not
-        raise
-    _message = (
-        "lossscale.tensorflow needs TensorFlow, which is not installed. Install it "
-        "with: pip install 'lossscale[tensorflow]'"
-    )
-    raise MissingPackageError(_message) from None
+    raise explain_missing(error, "tensorflow", "TensorFlow") from None
 
 from lossscale.tensorflow.classic import (
     DynamicLossScale,

@@ -15,9 +15,9 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale.core import classic, trees
-from lossscale.core.errors import ContextError
 from lossscale.core.policies import Policy
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.errors import ContextError
 from lossscale.tensorflow import leaves, replicas, verbs
 
 
@@ -36,7 +36,7 @@ class _Cell:
         missing = [tf.constant(0, tf.int32)] * (len(ScaleState._fields) - len(values))
         return ScaleState(*values, *missing)
 
-    def shown(self) -> ScaleState | None:
+    def read_for_repr(self) -> ScaleState | None:
         """Return the current values for `repr`; in a graph they cannot be read."""
         if self._graph is not None or not tf.executing_eagerly():
             return None

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.core.errors import ContextError, SettingError
+from lossscale.errors import ContextError, SettingError
 
 _SCALING = frozenset(
     {

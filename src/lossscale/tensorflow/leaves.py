@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from lossscale.core.errors import GradientError
 from lossscale.core.headroom import largest_sum
 from lossscale.core.state import Array
+from lossscale.errors import GradientError
 
 Leaf: TypeAlias = Any
 """A `tf.Tensor`, `tf.Variable`, `tf.IndexedSlices` or `tf.RaggedTensor`."""

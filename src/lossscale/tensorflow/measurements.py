@@ -36,8 +36,8 @@ def measured(grads: Any, unscaled: Any, names: frozenset[str]) -> dict[str, Arra
             ),
             number,
         ),
-        "zero_share": lambda: _share([_magnitude(x) < 1 for x in scaled], size),
-        "subnormal_share": lambda: _share([_subnormal(x) for x in scaled], size),
+        "zero_fraction": lambda: _share([_magnitude(x) < 1 for x in scaled], size),
+        "subnormal_fraction": lambda: _share([_subnormal(x) for x in scaled], size),
     }
     return {name: measures[name]() for name in sorted(names)}
 

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias, overload
 
 import tensorflow as tf
 
-from lossscale.core import checks, classic
-from lossscale.core.errors import SettingError, SettingTypeError
+from lossscale.core import classic, validation
+from lossscale.errors import SettingError, SettingTypeError
 from lossscale.tensorflow import inner
 from lossscale.tensorflow.autograph import unconverted_methods
 from lossscale.tensorflow.classic import DynamicLossScale, FixedLossScale
@@ -102,7 +102,7 @@ class LossScaleOptimizer(Wrapper):
         Raises:
             SettingError: If either argument is of another kind (a ValueError).
         """
-        checks.switch("count_skipped_steps", count_skipped_steps)
+        validation.check_bool("count_skipped_steps", count_skipped_steps)
         if loss_scale is not None and loss_scale_manager is not None:
             message = (
                 f"loss_scale_manager={loss_scale_manager!r} and "

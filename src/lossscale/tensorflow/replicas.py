@@ -14,8 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale.core import trees
-from lossscale.core.errors import ContextError
 from lossscale.core.state import Array
+from lossscale.errors import ContextError
 from lossscale.tensorflow import leaves, verbs
 
 

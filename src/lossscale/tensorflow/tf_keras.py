@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.core.errors import MissingPackageError
+from lossscale.errors import MissingPackageError
 
 try:
     import tf_keras

@@ -21,13 +21,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.core import checks, trees
-from lossscale.core.checks import shown
-from lossscale.core.errors import GradientError, StructureError
+from lossscale.core import trees, validation
 from lossscale.core.headroom import largest_square
 from lossscale.core.policies import Policy, advance
 from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.validation import format_value, require_signal
+from lossscale.errors import GradientError, StructureError
 from lossscale.tensorflow import leaves
 from lossscale.tensorflow.autograph import unconverted
 from lossscale.tensorflow.measurements import measured
@@ -52,8 +52,8 @@ def init(policy: Policy, state: ScaleState | None = None) -> ScaleState:
     first = policy.init() if state is None else check_state(policy, state)
     return ScaleState(
         tf.constant(first.scale, tf.float32),
-        tf.constant(first.good, tf.int32),
-        tf.constant(first.bad, tf.int32),
+        tf.constant(first.good_steps, tf.int32),
+        tf.constant(first.bad_steps, tf.int32),
     )
 
 
@@ -98,7 +98,7 @@ def unscale(
         grads: A nest of scaled gradients.
         state: The state whose scale was used for the loss.
         measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
-            "zero_share" and "subnormal_share".
+            "zero_fraction" and "subnormal_fraction".
 
     Raises:
         GradientError: If a gradient is not floating-point.
@@ -110,7 +110,7 @@ def unscale(
         >>> grads["w"].numpy().tolist(), bool(signal.finite)
         ([2.0, 1.0], True)
     """
-    names = checks.measurements(measure)
+    names = validation.check_measurements(measure)
     scaled = trees.map_leaves(partial(leaves.checked, "gradient"), grads)
     unscaled = divided(scaled, state.scale)
     finite, squarable = _all_finite_and_squarable(unscaled)
@@ -135,9 +135,7 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         >>> float(state.scale)
         32768.0
     """
-    if not isinstance(signal, Signal):
-        message = f"signal must be a Signal, such as unscale returns; got {signal!r}."
-        raise GradientError(message)
+    require_signal(signal)
     if not tf.is_tensor(state.scale):
         state = init(policy, state)  # a policy's own first state: Python numbers
     before = ScaleState(*map(tf.convert_to_tensor, state))
@@ -145,7 +143,7 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
     if not any(map(finite.shape.is_compatible_with, ((), before.scale.shape))):
         message = (
             "finite must be one boolean, or one for each scale, got "
-            f"{shown(signal.finite)}. Use the signal that unscale returns."
+            f"{format_value(signal.finite)}. Use the signal that unscale returns."
         )
         raise GradientError(message)
     flags = signal._replace(finite=finite)
@@ -200,7 +198,7 @@ def flag(finite: Any) -> Array:
     """Return one flag as a boolean scalar tensor; anything else is an error."""
     flags = _booleans(finite)
     if flags.shape.num_elements() not in (1, None):
-        message = f"finite must be one boolean, got {shown(finite)}."
+        message = f"finite must be one boolean, got {format_value(finite)}."
         raise GradientError(message)
     return flags if flags.shape.rank == 0 else tf.reshape(flags, ())
 
@@ -242,7 +240,7 @@ def _booleans(finite: Any) -> Array:
         tensor.dtype.is_bool or tensor.dtype.is_integer or tensor.dtype.is_floating
     )
     if not is_number or (not tf.is_tensor(finite) and not _is_finite(tensor)):
-        message = f"finite must be one boolean, got {shown(finite)}."
+        message = f"finite must be one boolean, got {format_value(finite)}."
         raise GradientError(message)
     if tensor.dtype.is_bool:
         return tensor

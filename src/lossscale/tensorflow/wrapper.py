@@ -12,8 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale.core import classic, headroom
-from lossscale.core.errors import SettingError, SettingTypeError, StructureError
 from lossscale.core.state import Array
+from lossscale.errors import SettingError, SettingTypeError, StructureError
 from lossscale.tensorflow import inner, leaves, replicas, verbs
 from lossscale.tensorflow.autograph import unconverted
 from lossscale.tensorflow.binding import BINDING
@@ -220,7 +220,7 @@ class Wrapper(classic.LossScaleOptimizer):
         Replicas and micro-batches are added up; moments and norms are squares.
         """
         replica_count = tf.distribute.get_strategy().num_replicas_in_sync
-        addends = replica_count * headroom.accumulated(self._optimizer)
+        addends = replica_count * headroom.accumulation_steps(self._optimizer)
 
         def is_within(gradient: Any, dtype: str, elements: int) -> Array:
             largest = headroom.largest_gradient(

@@ -40,18 +40,12 @@ The classic classes:
     binding        what torch lends to all of them
 """
 
-from lossscale.core.errors import MissingPackageError
+from lossscale.core.optional import explain_missing
 
 try:
     import torch  # noqa: F401
 except ModuleNotFoundError as error:
-    if error.name != "torch":  # it is there, and something of its own is not
-        raise
-    _message = (
-        "lossscale.torch needs PyTorch, which is not installed. Install it with: "
-        "pip install 'lossscale[torch]'"
-    )
-    raise MissingPackageError(_message) from None
+    raise explain_missing(error, "torch", "PyTorch") from None
 
 from lossscale.core.classic import LossScale, LossScaleManager
 from lossscale.torch.classic import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lossscale.core.errors import ContextError, GradientError
+from lossscale.errors import ContextError, GradientError
 from lossscale.torch.eager import LIMITS, Request
 from lossscale.torch.gradients import inverse_of, parameters
 from lossscale.torch.sharding import local, put_back
@@ -122,7 +122,7 @@ def add(scaler: Any, optimizer: Any) -> None:
     total.overflowed = torch.maximum(total.overflowed, overflow)
     if buffer is None:
         total.batches += 1
-        total.good += flag == 0
+        total.good_steps += flag == 0
     else:
         total.add(optimizer, flag, buffer[HEADER:], inverse_of(scaler._scale))
     iteration.accumulating = False

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lossscale.core.checks import FLOAT32_MAX
-from lossscale.core.errors import ContextError
+from lossscale.core.validation import FLOAT32_MAX
+from lossscale.errors import ContextError
 from lossscale.torch import agreement, eager
 from lossscale.torch.agreement import (
     OVERFLOW,
@@ -121,7 +121,7 @@ class Agreeing(Keeping):
         )
         bad, nan, amax, norm = (
             reckon.tensor(number, device)
-            for number in (agreed.bad, agreed.nan, agreed.amax, agreed.peak)
+            for number in (agreed.bad_steps, agreed.nan, agreed.amax, agreed.peak)
         )
         finite, too_large = bad < OVERFLOW, bad == TOO_LARGE
         norm = torch.where(finite, norm, math.inf)
@@ -223,8 +223,10 @@ class Agreeing(Keeping):
             zero = 0.0 * known["bad"]
             known["bad"] = reckon.where(is_too_large, zero + TOO_LARGE, known["bad"])
         found = self._agree(plan, reckon, **known)
-        skips = reckon.where(found.bad > 0.0, 1.0 + 0.0 * found.bad, found.bad)
-        overflows = reckon.where(found.bad >= OVERFLOW, skips, 0.0 * skips)
+        skips = reckon.where(
+            found.bad_steps > 0.0, 1.0 + 0.0 * found.bad_steps, found.bad_steps
+        )
+        overflows = reckon.where(found.bad_steps >= OVERFLOW, skips, 0.0 * skips)
         numbers = [
             reckon.tensor(number, flags.device)
             for number in (skips, overflows, found.nan, found.amax)
@@ -326,7 +328,7 @@ def _too_large(
 
 
 def _worst(rows: list[list[Any]], reckon: OnHost | OnDevice) -> Any:
-    """Return what the gradients of all groups come to, as `Found.bad` has it."""
+    """Return what the gradients of all groups come to, as `Found.bad_steps` has it."""
     worst = 0.0 * rows[0][FOUND]
     for row in rows:
         level = reckon.where(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from lossscale.core.errors import DriftError
+from lossscale.errors import DriftError
 from lossscale.torch.ranks import Plan, Ranks, Share
 
 TOO_LARGE = 1.0
@@ -130,18 +130,18 @@ def agree(
         largest: Whether the largest magnitude of all ranks is wanted.
         add_up: Whether sums of squares are to be added up. Only if both are wanted are
             there two collectives in a group.
-        too_large: Returns what a norm makes of the step, as `Found.bad` has it, also
+        too_large: Returns what a norm makes of the step, as `Found.bad_steps` has it, also
             for ranks that have no part in it.
     """
     if add_up:
         found = _by_sum(plan, found, mark, reckon, too_large)
         norm = found.squares[()] ** 0.5
         finite = norm < math.inf
-        found = found._replace(peak=reckon.where(finite, norm, 0.0 * found.bad))
+        found = found._replace(peak=reckon.where(finite, norm, 0.0 * found.bad_steps))
     if largest or not add_up:
         found = _by_maximum(plan, found, mark, reckon)
-    drifted = found.bad >= _DRIFTED
-    return Agreed(found._replace(bad=_level(found.bad, reckon)), drifted)
+    drifted = found.bad_steps >= _DRIFTED
+    return Agreed(found._replace(bad=_level(found.bad_steps, reckon)), drifted)
 
 
 def mark_of(scale: Any, good: Any, reckon: OnHost | OnDevice) -> Any:
@@ -184,7 +184,7 @@ def _by_sum(
     reckon: OnHost | OnDevice,
     too_large: Callable[[Any], Any],
 ) -> Found:
-    bad, nan, lost = found.bad, found.nan, found.lost
+    bad, nan, lost = found.bad_steps, found.nan, found.lost
     zero = bad * 0.0
     waiting = {(): zero, **dict.fromkeys(plan.kinds, zero), **found.squares}
     # Ranks have the same mark if these three have the same sum as if all were equal:

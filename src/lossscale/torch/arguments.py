@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from lossscale.core import checks
-from lossscale.core.errors import SettingError, SettingTypeError
+from lossscale.core import validation
 from lossscale.core.policies import Policy
+from lossscale.errors import SettingError, SettingTypeError
 from lossscale.torch.steps import Names
 
 _TORCHS_NUMBERS = (2.0**16, 2.0, 0.5, 2000)
@@ -20,7 +20,7 @@ def check_optimizer(method: str, optimizer: Any) -> Any:
         return optimizer
     argument = "optimizer, 1.0" if method == "clip_grad_norm_" else "optimizer"
     message = (
-        f"{method}() takes the optimizer, got {checks.shown(optimizer)} "
+        f"{method}() takes the optimizer, got {validation.format_value(optimizer)} "
         f"({type(optimizer).__name__}). Write scaler.{method}({argument})."
     )
     raise SettingTypeError(message)
@@ -30,7 +30,7 @@ def check_policy(policy: Any, numbers: tuple[Any, ...]) -> None:
     """Raise unless a policy is one, and comes alone."""
     if not isinstance(policy, Policy):
         message = (
-            f"policy must have init() and step(), got {checks.shown(policy)}. Write "
+            f"policy must have init() and step(), got {validation.format_value(policy)}. Write "
             "Dynamic(...), Fixed(...) or presets.get(...)."
         )
         raise SettingError(message)
@@ -53,7 +53,7 @@ def named(
         raise SettingError(message)
     if module is not None:
         if not isinstance(module, torch.nn.Module):
-            message = f"module must be a torch.nn.Module, got {checks.shown(module)}."
+            message = f"module must be a torch.nn.Module, got {validation.format_value(module)}."
             raise SettingTypeError(message)
         return Names(module.named_parameters())
     if isinstance(names, Mapping):

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from lossscale.core import classic
-from lossscale.core.errors import StateError
 from lossscale.core.policies import Policy
-from lossscale.core.portable import check_state, plain_number
+from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState, Signal
 from lossscale.core.trees import map_leaves
+from lossscale.core.validation import plain_number
+from lossscale.errors import StateError
 from lossscale.torch import leaves, verbs
 
 
@@ -42,7 +43,7 @@ class Cell:
         zero = torch.zeros((), dtype=torch.int32, device=scale.device)
         return ScaleState(*(values + [zero] * (len(ScaleState._fields) - len(values))))
 
-    def shown(self) -> ScaleState:
+    def read_for_repr(self) -> ScaleState:
         """Return the current values for `repr`; on a GPU this waits for it."""
         return ScaleState(*(value.item() for value in self.read()))
 

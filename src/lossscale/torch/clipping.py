@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.amp.grad_scaler import OptState
 
-from lossscale.core import checks
-from lossscale.core.errors import SettingError
+from lossscale.core import validation
+from lossscale.errors import SettingError
 from lossscale.torch import handover
 from lossscale.torch.eager import Request
 from lossscale.torch.gradients import FirstGradient, collected
@@ -56,7 +56,7 @@ def check_arguments(
     if per_group and len(max_norms) != groups:
         message = (
             f"max_norm must be {expected}: the optimizer has {groups} groups, got "
-            f"{checks.shown(max_norm)}."
+            f"{validation.format_value(max_norm)}."
         )
         raise SettingError(message)
     numbers = []
@@ -64,25 +64,29 @@ def check_arguments(
         # Infinity measures, and clips nothing.
         is_infinite = isinstance(number, float) and number == math.inf
         numbers.append(
-            number if is_infinite else checks.number("max_norm", number, expected)
+            number
+            if is_infinite
+            else validation.check_number("max_norm", number, expected)
         )
     if min(numbers) <= 0.0:
-        message = f"max_norm must be {expected}, got {checks.shown(max_norm)}."
+        message = (
+            f"max_norm must be {expected}, got {validation.format_value(max_norm)}."
+        )
         raise SettingError(message)
     order = norm_type if norm_type == math.inf else _order(norm_type)
     return Clip(
         tuple(numbers),
         float(order),
         per_group,
-        checks.switch("error_if_nonfinite", error_if_nonfinite),
-        checks.switch("write_back", write_back),
+        validation.check_bool("error_if_nonfinite", error_if_nonfinite),
+        validation.check_bool("write_back", write_back),
     )
 
 
 def _order(norm_type: Any) -> float:
     """Return the order of a norm, or raise."""
     expected = "a positive number such as 2.0, or math.inf"
-    order = checks.number("norm_type", norm_type, expected)
+    order = validation.check_number("norm_type", norm_type, expected)
     if order <= 0.0:
         message = f"norm_type must be {expected}, got {norm_type!r}."
         raise SettingError(message)
@@ -249,7 +253,7 @@ def _lift_headroom(
     if part is None or not part.verdict.is_within(max_norm):
         return
     verdict = part.verdict
-    measured = (norm.detach().max() <= checks.FLOAT32_MAX).to(verdict.found)
+    measured = (norm.detach().max() <= validation.FLOAT32_MAX).to(verdict.found)
     lifted = verdict.too_large * measured.reshape(())
     for flag in state["found_inf_per_device"].values():
         flag.mul_(1.0 - lifted.to(flag.device))

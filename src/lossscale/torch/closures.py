@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lossscale.core.errors import ContextError
+from lossscale.errors import ContextError
 from lossscale.torch.gradients import parameters
 
 

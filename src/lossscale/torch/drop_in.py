@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from lossscale.core import checks
+from lossscale.core import validation
 from lossscale.core.policies import Fixed
 from lossscale.core.state import Signal
 from lossscale.torch import accumulation, closures, eager, handover
@@ -267,7 +267,7 @@ class DropIn(Looking):
         one = torch.ones((), dtype=torch.float32, device=self._scale.device)
         request = Request(with_amax=True)
         found = self._look(optimizer, request, allow_fp16=True, inverse=one)
-        none_good = (total.good == 0).to(torch.float32)
+        none_good = (total.good_steps == 0).to(torch.float32)
         for flag in found.values():
             torch.maximum(flag, none_good.to(flag.device), out=flag)
         state = self._per_optimizer_states[id(optimizer)]
@@ -332,13 +332,15 @@ class DropIn(Looking):
     def _checked(self, new_scale: Any) -> float | torch.Tensor:
         """Return a scale that somebody wants to go on with, or raise."""
         if isinstance(new_scale, float):
-            return checks.as_float32(checks.scale("new_scale", new_scale))
+            return validation.as_float32(validation.check_scale("new_scale", new_scale))
         reason = (
             "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
             "torch.FloatTensor with requires_grad=False."
         )
         if not isinstance(new_scale, torch.Tensor):
-            message = f"{reason} Got {checks.shown(new_scale)}; write a float."
+            message = (
+                f"{reason} Got {validation.format_value(new_scale)}; write a float."
+            )
             raise AttributeError(message)  # noqa: TRY004  # which is what torch raises
         kind = torch.device(self._device).type
         if (
@@ -348,7 +350,7 @@ class DropIn(Looking):
         ):
             raise AssertionError(reason)
         if kind == "cpu":
-            checks.scale("new_scale", float(new_scale))
+            validation.check_scale("new_scale", float(new_scale))
         return new_scale
 
     def _outcome(self, flags: dict[int, list[Any]]) -> "_Outcome":

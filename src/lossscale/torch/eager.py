@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lossscale.core.checks import FLOAT32_MAX, as_float32
 from lossscale.core.headroom import LARGEST
+from lossscale.core.validation import FLOAT32_MAX, as_float32
 from lossscale.torch.verdict import (
     AMAX,
     FOUND,

@@ -14,11 +14,11 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 
-from lossscale.core import checks
-from lossscale.core.errors import ContextError, SettingTypeError
+from lossscale.core import validation
 from lossscale.core.policies import Fixed, Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
+from lossscale.errors import ContextError, SettingTypeError
 from lossscale.torch import accumulation, clipping, handover
 from lossscale.torch.arguments import check_optimizer, check_policy, named
 from lossscale.torch.attributes import computed
@@ -120,16 +120,18 @@ class GradScaler(DropIn):
         ranks = declared(process_group, meshes, sharded)
         if policy is not None:
             check_policy(policy, numbers)
-        checks.choice("on_no_gradients", on_no_gradients, ("raise", "clean step"))
-        checks.choice("on_collapse", on_collapse, ("warn", "raise"))
+        validation.check_choice(
+            "on_no_gradients", on_no_gradients, ("raise", "clean step")
+        )
+        validation.check_choice("on_collapse", on_collapse, ("warn", "raise"))
         if observer is not None and not callable(observer):
             message = (
                 "observer must be a function of a StepReport, got "
-                f"{checks.shown(observer)}."
+                f"{validation.format_value(observer)}."
             )
             raise SettingTypeError(message)
         if max_consecutive_skips is not None:
-            checks.count("max_consecutive_skips", max_consecutive_skips)
+            validation.check_count("max_consecutive_skips", max_consecutive_skips)
         super().__init__(
             device,
             numbers,
@@ -138,9 +140,9 @@ class GradScaler(DropIn):
             History(observer, max_consecutive_skips, on_collapse),
             named(names, module),
             on_no_gradients,
-            checks.switch("allow_fp16", allow_fp16),
-            checks.switch("measure_norm", measure_norm),
-            checks.switch("measure_amax", measure_amax),
+            validation.check_bool("allow_fp16", allow_fp16),
+            validation.check_bool("measure_norm", measure_norm),
+            validation.check_bool("measure_amax", measure_amax),
         )
         self._declared = ranks
         if state is not None and self._enabled:

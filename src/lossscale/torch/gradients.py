@@ -14,7 +14,7 @@ from weakref import ref
 
 import torch
 
-from lossscale.core.errors import ContextError
+from lossscale.errors import ContextError
 from lossscale.torch import eager, fast
 from lossscale.torch.devices import capturing
 from lossscale.torch.eager import LIMITS, Request

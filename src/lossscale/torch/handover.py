@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lossscale.core.errors import ContextError
+from lossscale.errors import ContextError
 from lossscale.torch.calls import warn_caller
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lossscale.core import headroom
-from lossscale.core.errors import SettingError, StateError, StructureError
+from lossscale.errors import SettingError, StateError, StructureError
 from lossscale.torch import leaves
 
 

@@ -18,11 +18,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from lossscale.core.checks import shown
-from lossscale.core.errors import LossScaleError, SettingError, StateError
 from lossscale.core.policies import Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
+from lossscale.core.validation import format_value
+from lossscale.errors import LossScaleError, SettingError, StateError
 from lossscale.torch.calls import warn_caller
 from lossscale.torch.compiling import uncompiled
 from lossscale.torch.gradients import FirstGradient
@@ -342,9 +342,7 @@ def _count(state: dict[str, Any], name: str) -> int:
     value = state.get(name, 0)
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or not 0 <= value < 2**31 - 1:
-        message = (
-            f"'{name}' must be a whole number of steps, 0 or more, got {shown(value)}."
-        )
+        message = f"'{name}' must be a whole number of steps, 0 or more, got {format_value(value)}."
         raise StateError(message)
     return int(value)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lossscale.core.errors import GradientError
+from lossscale.errors import GradientError
 
 _NARROW = (torch.float16, torch.bfloat16)
 _FLOATS = (*_NARROW, torch.float32, torch.float64)

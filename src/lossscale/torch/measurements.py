@@ -43,7 +43,7 @@ def measured(
         zero = torch.zeros((), dtype=dtype, device=place)
         return torch.stack([zero, *(moved(x.to(dtype), place) for x in results)])
 
-    def share(flags: list[torch.Tensor]) -> torch.Tensor:
+    def fraction(flags: list[torch.Tensor]) -> torch.Tensor:
         """Return which share of all values has its flag set."""
         counts = gathered([flag.sum() for flag in flags], wide)
         return (counts.sum() / size).to(torch.float32)
@@ -54,8 +54,8 @@ def measured(
         "norm": lambda: torch.linalg.vector_norm(
             gathered([_norm(x, wide) for x in divided], wide)
         ).to(number),
-        "zero_share": lambda: share([_magnitude(x) < 1 for x in scaled]),
-        "subnormal_share": lambda: share([_subnormal(x) for x in scaled]),
+        "zero_fraction": lambda: fraction([_magnitude(x) < 1 for x in scaled]),
+        "subnormal_fraction": lambda: fraction([_subnormal(x) for x in scaled]),
     }
     return {name: measures[name]() for name in sorted(names)}
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lossscale.core import classic
-from lossscale.core.errors import SettingError, SettingTypeError, StateError
+from lossscale.errors import SettingError, SettingTypeError, StateError
 from lossscale.torch import verbs
 from lossscale.torch.binding import BINDING, check_keys
 from lossscale.torch.classic import DynamicLossScale, FixedLossScale

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lossscale.core.checks import shown
-from lossscale.core.errors import SettingError, SettingTypeError
+from lossscale.core.validation import format_value
+from lossscale.errors import SettingError, SettingTypeError
 from lossscale.torch.sharding import dtensor_class
 
 Share = tuple[int, ...]
@@ -91,7 +91,7 @@ def _flat(name: str, given: Any) -> Iterable[Ranks]:
     else:
         message = (
             f"{name} must be a process group or a device mesh, or a list of them; got "
-            f"{shown(given)}. Write torch.distributed.group.WORLD for all ranks."
+            f"{format_value(given)}. Write torch.distributed.group.WORLD for all ranks."
         )
         raise SettingTypeError(message)
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from lossscale.core import presets
-from lossscale.core.checks import FLOAT32_MAX, as_float32
+from lossscale import presets
 from lossscale.core.policies import (
     Dynamic,
     Fixed,
@@ -29,6 +28,7 @@ from lossscale.core.policies import (
 )
 from lossscale.core.rule import transition
 from lossscale.core.state import ScaleState, Signal, Where
+from lossscale.core.validation import FLOAT32_MAX, as_float32
 from lossscale.torch import fast
 from lossscale.torch.devices import on
 
@@ -182,7 +182,7 @@ class Rule:
         moved = transition(
             scale, good, bad, signal.finite, *settings, *policy.switches, where
         )
-        return policy.held(state, ScaleState(*moved), signal, where)
+        return policy.keep_if_loss_nonfinite(state, ScaleState(*moved), signal, where)
 
     def _by_kernel(self, cells: Cells, flags: Flags) -> None:
         from lossscale.torch.kernels import decisions  # noqa: PLC0415
@@ -219,7 +219,9 @@ class Rule:
             )
 
     def _by_host(self, cells: Cells, flags: Flags) -> None:
-        state = ScaleState(cells.scale.item(), cells.good.item(), cells.bad.item())
+        state = ScaleState(
+            cells.scale.item(), cells.good_steps.item(), cells.bad_steps.item()
+        )
         loss = None if flags.loss is None else flags.loss.item() == 0.0
         signal = Signal(
             finite=flags.found.item() == 0.0,
@@ -228,8 +230,8 @@ class Rule:
         )
         moved = self._moved(state, signal, _pick)
         # The scale last: an interrupt in between must not have it moved twice.
-        cells.good.fill_(moved.good)
-        cells.bad.fill_(moved.bad)
+        cells.good_steps.fill_(moved.good_steps)
+        cells.bad_steps.fill_(moved.bad_steps)
         cells.scale.fill_(as_float32(moved.scale))
         skipped = flags.skipped.item() != 0.0
         steps, before, row = cells.counters.tolist()
@@ -240,7 +242,7 @@ class Rule:
         scale = cells.scale
         if self._wide and scale.device.type != "mps":
             scale = scale.double()
-        state = ScaleState(scale, cells.good, cells.bad)
+        state = ScaleState(scale, cells.good_steps, cells.bad_steps)
         moved = self._moved(state, signal, torch.where)
         # The scale last: an interrupt in between must not have it moved twice.
         for cell, value in zip(cells[2::-1], moved[::-1], strict=True):

@@ -17,8 +17,8 @@ from weakref import ref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lossscale.core.checks import shown
-from lossscale.core.errors import CollapseError, CollapseWarning, SettingTypeError
+from lossscale.core.validation import format_value
+from lossscale.errors import CollapseError, CollapseWarning, SettingTypeError
 from lossscale.torch.gradients import parameters
 from lossscale.torch.verdict import Reason, Seen, Verdict
 
@@ -375,7 +375,7 @@ class Names:
             if not isinstance(name, str) or not isinstance(parameter, torch.Tensor):
                 message = (
                     "names must be pairs of a name and a parameter, such as "
-                    f"model.named_parameters(); got {shown(pairs)}."
+                    f"model.named_parameters(); got {format_value(pairs)}."
                 )
                 raise SettingTypeError(message)
             self._known[parameter] = name

@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from lossscale.core import checks, trees
-from lossscale.core.checks import shown
-from lossscale.core.errors import GradientError, StructureError
+from lossscale.core import trees, validation
 from lossscale.core.policies import Policy, advance
-from lossscale.core.portable import check_state, plain_number
+from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.core.trees import map_leaves
+from lossscale.core.validation import format_value, plain_number, require_signal
+from lossscale.errors import GradientError, StructureError
 from lossscale.torch import leaves
 from lossscale.torch.measurements import measured
 
@@ -58,8 +58,8 @@ def init(
     return ScaleState(
         # Not torch.tensor, which waits for the device.
         torch.full((), first.scale, dtype=torch.float32, device=device),
-        torch.full((), first.good, dtype=torch.int32, device=device),
-        torch.full((), first.bad, dtype=torch.int32, device=device),
+        torch.full((), first.good_steps, dtype=torch.int32, device=device),
+        torch.full((), first.bad_steps, dtype=torch.int32, device=device),
     )
 
 
@@ -107,7 +107,7 @@ def unscale(
         grads: A nest of scaled gradients.
         state: The state whose scale was used for the loss.
         measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
-            "zero_share" and "subnormal_share".
+            "zero_fraction" and "subnormal_fraction".
 
     Raises:
         GradientError: If a gradient is not floating-point.
@@ -119,7 +119,7 @@ def unscale(
         >>> grads, bool(signal.finite)
         ({'w': tensor([2., 1.])}, True)
     """
-    names = checks.measurements(measure)
+    names = validation.check_measurements(measure)
     divisor = _tensor(state.scale)
     unscaled = divided(grads, divisor)
     finite, squarable = _all_finite_and_squarable(unscaled, divisor.device)
@@ -143,16 +143,14 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         >>> ls.update(policy, ls.init(policy), lossscale.Signal(finite=False)).scale
         tensor(32768.)
     """
-    if not isinstance(signal, Signal):
-        message = f"signal must be a Signal, such as unscale returns; got {signal!r}."
-        raise GradientError(message)
+    require_signal(signal)
     if not isinstance(state.scale, torch.Tensor):
         state = init(policy, state)  # a policy's own first state: Python numbers
     finite = _booleans(signal.finite)
     if finite.shape not in ((), state.scale.shape):
         message = (
             "finite must be one boolean, or one for each scale, got "
-            f"{shown(signal.finite)}. Use the signal that unscale returns."
+            f"{format_value(signal.finite)}. Use the signal that unscale returns."
         )
         raise GradientError(message)
     device = leaves.common_device([state.scale, finite], state.scale.device)
@@ -243,7 +241,7 @@ def flag(finite: Any) -> torch.Tensor:
     """Return one flag as a boolean tensor of no dimension; else raise."""
     flags = _booleans(finite)
     if flags.numel() != 1:
-        message = f"finite must be one boolean, got {shown(finite)}."
+        message = f"finite must be one boolean, got {format_value(finite)}."
         raise GradientError(message)
     return flags.reshape(())
 
@@ -253,7 +251,7 @@ def _booleans(finite: Any) -> torch.Tensor:
     if not isinstance(finite, torch.Tensor):
         return torch.full((), _boolean(finite), dtype=torch.bool, device="cpu")
     if finite.is_complex() or finite.layout is not torch.strided:
-        message = f"finite must be one boolean, got {shown(finite)}."
+        message = f"finite must be one boolean, got {format_value(finite)}."
         raise GradientError(message)
     if finite.dtype is torch.bool:
         return finite
@@ -270,7 +268,7 @@ def _boolean(finite: Any) -> bool:
     """
     number = plain_number(finite)
     if not isinstance(number, (bool, int, float)) or number != number:  # noqa: PLR0124
-        message = f"finite must be one boolean, got {shown(finite)}."
+        message = f"finite must be one boolean, got {format_value(finite)}."
         raise GradientError(message)
     return bool(number)
 
@@ -280,8 +278,8 @@ def _tensor(number: Any, device: torch.device | None = None) -> torch.Tensor:
     if isinstance(number, torch.Tensor):
         return number
     # Beyond float32 torch refuses, and Python beyond float64.
-    value = float("inf") if number > checks.FLOAT32_MAX else number
-    value = float("-inf") if number < -checks.FLOAT32_MAX else value
+    value = float("inf") if number > validation.FLOAT32_MAX else number
+    value = float("-inf") if number < -validation.FLOAT32_MAX else value
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
@@ -294,7 +292,8 @@ def _choose(path: str, chosen: torch.Tensor, new: Any, old: Any) -> Array:
         if type(new) is type(old) and isinstance(new, _PLAIN) and new == old:
             return new
         message = (
-            f"The two leaves at {place} are {shown(new)} and {shown(old)}. A tensor "
+            f"The two leaves at {place} are {format_value(new)} and "
+            f"{format_value(old)}. A tensor "
             "can only choose between tensors: make tensors of them, or pass "
             "bool(finite), which waits for the device."
         )

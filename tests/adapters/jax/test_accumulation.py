@@ -9,7 +9,7 @@ import numpy as np  # noqa: E402
 
 import lossscale.jax as ls  # noqa: E402
 from lossscale import Dynamic  # noqa: E402
-from lossscale.core.errors import SettingError, SettingTypeError  # noqa: E402
+from lossscale.errors import SettingError, SettingTypeError  # noqa: E402
 
 POLICY = Dynamic(init_scale=2.0**10, growth_interval=100)
 
@@ -51,7 +51,7 @@ def test_bad_micro_batches_are_dropped_and_the_policy_hears_of_it(at, value):
     assert np.mean(x[good]) == found.value
     assert bool(found.signal.finite)
     assert [row in good for row in range(4)] == found.used.tolist()
-    assert (2.0**9, 0) == (found.state.scale, found.state.good)
+    assert (2.0**9, 0) == (found.state.scale, found.state.good_steps)
 
 
 def test_one_bad_micro_batch_makes_the_whole_step_bad_if_that_is_asked_for():
@@ -160,7 +160,7 @@ def test_it_is_traced_once():
     for _ in range(3):
         state = step(state, jnp.float32(1.0), batches_of()).state
     assert [1] == traces
-    assert 3 == state.good
+    assert 3 == state.good_steps
 
 
 def test_mistakes_are_named():

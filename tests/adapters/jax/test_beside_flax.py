@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 
 import lossscale.jax as ls  # noqa: E402
 from lossscale import Dynamic, Signal  # noqa: E402
-from lossscale.core.errors import LossScaleError  # noqa: E402
+from lossscale.errors import LossScaleError  # noqa: E402
 from lossscale.jax import drop_ins  # noqa: E402
 
 FIELDS = [

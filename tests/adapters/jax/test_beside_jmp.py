@@ -13,7 +13,7 @@ jnp = jax.numpy
 from helpers.sequences import draw, overflow_pattern  # noqa: E402
 from helpers.trees import check_same  # noqa: E402
 
-from lossscale.core.errors import (  # noqa: E402
+from lossscale.errors import (  # noqa: E402
     GradientError,
     LossScaleError,
     SettingError,

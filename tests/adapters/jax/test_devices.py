@@ -15,7 +15,7 @@ import lossscale.jax as ls  # noqa: E402
 from lossscale import Dynamic, Fixed  # noqa: E402
 
 POLICY = Dynamic(init_scale=2.0**10, growth_interval=2)
-MEASURES = ("nan", "amax", "norm", "zero_share", "subnormal_share")
+MEASURES = ("nan", "amax", "norm", "zero_fraction", "subnormal_fraction")
 BAD = [np.inf, -np.inf, np.nan]
 
 
@@ -193,7 +193,7 @@ def test_measurements_of_all_devices_are_combined_and_no_nan_is_lost(bad):
     assert 31.0 == signal.amax
     norms = np.linalg.norm(values.astype(np.float64) / 4, axis=1)
     assert max(norms) == pytest.approx(float(signal.norm), rel=1e-6)
-    assert (2 / 32, 1 / 32) == (signal.zero_share, signal.subnormal_share)
+    assert (2 / 32, 1 / 32) == (signal.zero_fraction, signal.subnormal_fraction)
     for device in range(8):
         signal = look(state, rows(bad, device))
         assert not bool(signal.finite)

@@ -10,7 +10,7 @@ ZEROS = 10.8
 
 
 def test_a_dynamic_scale_saves_what_float16_alone_loses():
-    runs, others = run_example("jax")
+    runs, others = run_example("train_jax")
     check_the_story(runs)
     assert ["step 200: nan in 8 layers, skipped"] == others
 
@@ -20,7 +20,7 @@ def test_eight_devices_skip_together_and_learn():
     pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed")
     if jax.__version_info__ < (0, 7):
         pytest.skip("orbax does not save replicated arrays with a JAX this old")
-    runs, others = run_example("jax_sharded")
+    runs, others = run_example("train_jax_sharded")
     assert ["float16, no scaling", "float16, dynamic scale"] == list(runs)
     accuracy, skipped, scale = runs["float16, dynamic scale"]
     assert accuracy > 90

@@ -24,8 +24,8 @@ from lossscale import (  # noqa: E402
     presets,
     to_portable,
 )
-from lossscale.core.converters import from_library  # noqa: E402
-from lossscale.core.errors import StateError  # noqa: E402
+from lossscale.convert import from_library  # noqa: E402
+from lossscale.errors import StateError  # noqa: E402
 from lossscale.jax import drop_ins  # noqa: E402
 
 POLICY = Dynamic(init_scale=64.0, growth_interval=3)
@@ -177,6 +177,6 @@ def test_the_state_of_a_drop_in_becomes_one_of_ours(library):
     values = {name: getattr(one, name) for name in names}
     policy, state = from_library(library, values)
     assert ScaleState(8.0, 2, 0) == state
-    assert presets.get(library).late_growth == policy.late_growth
+    assert presets.get(library).growth_delay == policy.growth_delay
     after = verbs.update(policy, verbs.init(policy, state), Signal(finite=False))
     check_same(stepped, after.scale)

@@ -9,14 +9,14 @@ import numpy as np  # noqa: E402
 
 import lossscale.jax as ls  # noqa: E402
 from lossscale import Dynamic, Fixed, ScaleState, Signal  # noqa: E402
-from lossscale.core.errors import (  # noqa: E402
+from lossscale.errors import (  # noqa: E402
     GradientError,
     SettingError,
     StructureError,
 )
 
 KEY = jax.random.key(0)
-NAMES = ("nan", "amax", "norm", "zero_share", "subnormal_share")
+NAMES = ("nan", "amax", "norm", "zero_fraction", "subnormal_fraction")
 
 
 def state(scale):
@@ -91,8 +91,8 @@ def test_measurements_without_a_gradient_are_zero():
         bool(signal.nan),
         signal.amax,
         signal.norm,
-        signal.zero_share,
-        signal.subnormal_share,
+        signal.zero_fraction,
+        signal.subnormal_fraction,
     )
 
 
@@ -102,12 +102,12 @@ def test_subnormal_numbers_are_told_from_zeros_in_every_dtype(dtype):
     values = np.array([tiny, 0.0, 1.0, -0.0], jnp.dtype(dtype))
     values[2] = np.nextafter(np.float64(tiny) / 2, 0)
     signal = measured([values])
-    assert (0.5, 0.25) == (signal.zero_share, signal.subnormal_share)
+    assert (0.5, 0.25) == (signal.zero_fraction, signal.subnormal_fraction)
 
 
 def test_a_complex_gradient_is_measured_as_two_numbers():
     signal = measured([np.array([3 + 4j, 0], np.complex64)])
-    assert (4.0, 5.0, 0.5) == (signal.amax, signal.norm, signal.zero_share)
+    assert (4.0, 5.0, 0.5) == (signal.amax, signal.norm, signal.zero_fraction)
 
 
 def test_the_largest_value_of_a_float64_gradient_stays_finite():

@@ -8,7 +8,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import lossscale.jax as ls  # noqa: E402
 from lossscale import Dynamic, Fixed  # noqa: E402
-from lossscale.core.errors import LossScaleError  # noqa: E402
+from lossscale.errors import LossScaleError  # noqa: E402
 
 
 def loss_of(weight, x):
@@ -34,7 +34,7 @@ def run(policy, x, retries, state=None):
 
 def test_a_good_step_is_not_repeated():
     found = run(Dynamic(init_scale=2.0**10), 4.0, 5)
-    assert (4.0, 0, 1) == (found.grads, found.retries, found.state.good)
+    assert (4.0, 0, 1) == (found.grads, found.retries, found.state.good_steps)
     assert 2.0**10 == found.state.scale
 
 

@@ -11,7 +11,7 @@ import numpy as np  # noqa: E402
 
 import lossscale.jax as ls  # noqa: E402
 from lossscale import Fixed  # noqa: E402
-from lossscale.core.errors import GradientError, StructureError  # noqa: E402
+from lossscale.errors import GradientError, StructureError  # noqa: E402
 
 
 class TrainState(NamedTuple):

@@ -208,7 +208,7 @@ def test_nothing_leaks_from_a_trace():
         jax.jit(jax.vmap(train_step, in_axes=(None, None, 0)))(
             ls.init(POLICY), jnp.zeros(2), jnp.ones((3, 2))
         )
-    assert 1 == state.good
+    assert 1 == state.good_steps
 
 
 def primitives(jaxpr):
@@ -277,6 +277,6 @@ def test_a_clean_step_makes_no_nan_and_debug_nans_stops_at_an_overflow():
     with jax.debug_nans(True):
         for step in (train_step, jax.jit(train_step)):
             state, _ = step(ls.init(POLICY), jnp.zeros(2), jnp.ones(2))
-            assert 1 == state.good
+            assert 1 == state.good_steps
             with pytest.raises(FloatingPointError):
                 step(ls.init(POLICY), jnp.ones(2), jnp.array([1.0, jnp.nan]))

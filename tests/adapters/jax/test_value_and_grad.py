@@ -9,7 +9,7 @@ import numpy as np  # noqa: E402
 
 import lossscale.jax as ls  # noqa: E402
 from lossscale import Dynamic, Fixed  # noqa: E402
-from lossscale.core.errors import (  # noqa: E402
+from lossscale.errors import (  # noqa: E402
     GradientError,
     SettingError,
     SettingTypeError,

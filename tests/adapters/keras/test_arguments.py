@@ -9,7 +9,7 @@ from helpers.keras_backend import QUIET, keras
 
 import lossscale
 from lossscale import Dynamic, Fixed, ScaleState, presets
-from lossscale.core.errors import LossScaleError, SettingError, SettingTypeError
+from lossscale.errors import LossScaleError, SettingError, SettingTypeError
 from lossscale.keras import LossScaleOptimizer
 
 pytestmark = QUIET

@@ -10,7 +10,7 @@ from helpers.keras_backend import QUIET, keras, numpy, only_on
 from helpers.keras_steps import Steps
 
 from lossscale import Dynamic, Fixed, ScaleState
-from lossscale.core.errors import SettingTypeError, StateError
+from lossscale.errors import SettingTypeError, StateError
 from lossscale.keras import LossScaleOptimizer
 
 pytestmark = QUIET
@@ -197,7 +197,7 @@ def test_variables_of_keras_own_class_load_into_this_one():
     assert 2.0**12 == numpy(ours.optimizer.dynamic_scale)
     # What Keras's file does not have starts anew.
     facts = ours.optimizer.last_step
-    assert (0, 0, 0) == (facts.bad, facts.skipped_steps, facts.consecutive_skips)
+    assert (0, 0, 0) == (facts.bad_steps, facts.skipped_steps, facts.consecutive_skips)
 
 
 @pytest.mark.parametrize("make", [Original, LossScaleOptimizer])

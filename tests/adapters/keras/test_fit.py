@@ -8,7 +8,7 @@ from helpers.keras_backend import BACKEND, QUIET, keras, numpy, only_on
 from helpers.keras_steps import Steps, check_finite
 
 from lossscale import Dynamic
-from lossscale.core.errors import SettingError, SettingTypeError, StructureError
+from lossscale.errors import SettingError, SettingTypeError, StructureError
 from lossscale.keras import LossScaleLogger, LossScaleOptimizer
 
 pytestmark = QUIET

@@ -10,7 +10,7 @@ from helpers.keras_backend import BACKEND, QUIET, keras, numpy
 from helpers.keras_steps import Steps, check_finite
 
 from lossscale import Dynamic, Fixed
-from lossscale.core.errors import SettingError
+from lossscale.errors import SettingError
 from lossscale.keras import LossScaleOptimizer
 
 pytestmark = QUIET
@@ -31,7 +31,7 @@ def test_a_gradient_that_cannot_be_squared_leaves_the_weights_and_the_scale(poli
         steps.step(gradient(large) * np.float32(8.0 if abs(large) < 1e30 else 1.0))
         assert START.tolist() == steps.weights()[0].tolist()
         report = steps.optimizer.last_step
-        assert (8.0, 0, 0) == (steps.scale(), steps.good(), int(report.bad))
+        assert (8.0, 0, 0) == (steps.scale(), steps.good(), int(report.bad_steps))
         assert (True, "headroom") == (bool(report.skipped), report.reason)
     assert (3, 3) == (int(report.skipped_steps), int(report.consecutive_skips))
     steps.step(gradient(1e18))
@@ -45,7 +45,7 @@ def test_the_counters_stay_as_well():
     for large in (np.inf, 1.0, 1e21, 1.0, 1e21):
         steps.step(gradient(large))
     report = steps.optimizer.last_step
-    assert (2, 1) == (int(report.good), int(report.bad))
+    assert (2, 1) == (int(report.good_steps), int(report.bad_steps))
 
 
 @pytest.mark.parametrize(("bad", "reason"), [(np.inf, "inf"), (np.nan, "nan")])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers.keras_backend import BACKEND, QUIET, keras, numpy
 
-from lossscale.core.errors import GradientError
+from lossscale.errors import GradientError
 from lossscale.keras import LossScaleOptimizer
 
 pytestmark = QUIET

@@ -10,7 +10,7 @@ if BACKEND != "jax":
 import jax
 import jax.numpy as jnp
 
-from lossscale.core.errors import GradientError
+from lossscale.errors import GradientError
 from lossscale.keras import LossScaleOptimizer
 
 pytestmark = QUIET
@@ -203,7 +203,7 @@ def test_a_step_runs_in_scan():
 
 
 def test_a_variable_that_is_given_twice_is_refused():
-    from lossscale.core.errors import StructureError
+    from lossscale.errors import StructureError
 
     variable = keras.Variable([1.0])
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0)

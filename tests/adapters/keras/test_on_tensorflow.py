@@ -13,7 +13,7 @@ if BACKEND != "tensorflow":
 import tensorflow as tf
 
 from lossscale import Dynamic
-from lossscale.core.errors import GradientError
+from lossscale.errors import GradientError
 from lossscale.keras import LossScaleLogger, LossScaleOptimizer
 
 pytestmark = QUIET

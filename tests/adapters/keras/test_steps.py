@@ -10,7 +10,7 @@ from helpers.sequences import draw, overflow_pattern
 from helpers.traces import replay
 
 from lossscale import Dynamic, Fixed, ScaleState, presets
-from lossscale.core.errors import GradientError, StructureError
+from lossscale.errors import GradientError, StructureError
 from lossscale.keras import LossScaleOptimizer
 
 pytestmark = QUIET
@@ -312,7 +312,7 @@ def test_the_scale_stays_if_the_inner_optimizer_raises():
     with pytest.raises(RuntimeError, match="broken"):
         optimizer.apply([keras.ops.convert_to_tensor(GRADIENT)], [variable])
     assert 8.0 == numpy(optimizer.dynamic_scale)
-    assert 0 == numpy(optimizer.last_step.good)
+    assert 0 == numpy(optimizer.last_step.good_steps)
     assert START.tolist() == numpy(variable).tolist()
 
 
@@ -393,7 +393,7 @@ def test_an_inner_optimizer_that_is_built_is_not_built_again():
 
 
 def test_a_gradient_of_another_shape_changes_nothing():
-    from lossscale.core.errors import StructureError
+    from lossscale.errors import StructureError
 
     first, second = keras.Variable([1.0, 1.0, 1.0]), keras.Variable([1.0, 1.0])
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0)

@@ -15,7 +15,7 @@ from helpers.trees import check_same  # noqa: E402
 
 import lossscale.optax as ls  # noqa: E402
 from lossscale import Dynamic, Fixed  # noqa: E402
-from lossscale.core.errors import SettingError  # noqa: E402
+from lossscale.errors import SettingError  # noqa: E402
 
 PARAMS = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
 SCALE = 64.0

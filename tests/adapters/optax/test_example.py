@@ -8,6 +8,6 @@ pytest.importorskip("flax", reason="flax is not installed")
 
 
 def test_a_dynamic_scale_saves_what_float16_alone_loses():
-    runs, others = run_example("optax")
+    runs, others = run_example("train_optax")
     check_the_story(runs)
     assert ["step 200: skipped 1 in a row"] == others

@@ -14,7 +14,7 @@ from helpers.trees import check_same  # noqa: E402
 import lossscale.jax  # noqa: E402
 import lossscale.optax as ls  # noqa: E402
 from lossscale import Dynamic, Fixed, from_portable, to_portable  # noqa: E402
-from lossscale.core.errors import GradientError, StateError  # noqa: E402
+from lossscale.errors import GradientError, StateError  # noqa: E402
 
 PARAMS = {"w": jnp.ones(2)}
 

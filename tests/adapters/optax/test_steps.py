@@ -15,7 +15,7 @@ from helpers.trees import check_same  # noqa: E402
 
 import lossscale.optax as ls  # noqa: E402
 from lossscale import Dynamic, Fixed, presets  # noqa: E402
-from lossscale.core.errors import (  # noqa: E402
+from lossscale.errors import (  # noqa: E402
     GradientError,
     SettingError,
     SettingTypeError,

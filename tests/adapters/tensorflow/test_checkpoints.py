@@ -1,7 +1,4 @@
-"""Checkpoints, Savers and SavedModels; the originals read ours and we read theirs.
-
-Numbers in test names are items of the specification's checklist.
-"""
+"""Checkpoints, Savers and SavedModels; the originals read ours and we read theirs."""
 
 import pytest
 
@@ -147,7 +144,7 @@ def take(optimizer, weight, gradient):
 
 @kinds
 @pytest.mark.parametrize("optimizers", [MOMENTUM, ADAM], ids=["momentum", "adam"])
-def test_43_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
     folder, kind, optimizers
 ):
     before, after = (1.0, 2.0, np.nan, 1.0), (3.0, np.inf, 1.0)
@@ -164,7 +161,7 @@ def test_43_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
     assert expected == found
 
 
-def test_43_the_checkpoint_of_the_original_test():
+def test_the_checkpoint_of_the_original_test():
     """After one step scale 1 and count 1; another gives 2 and 0; then back."""
     holder, weight, optimizer = trained(
         "v1", OPTIMIZERS, (1.0,), ls.DynamicLossScale(1, 2, 2)
@@ -205,7 +202,7 @@ def test_the_keys_are_those_of_the_original_wrapper(folder):
     assert 64.0 == float(their_scale())
 
 
-def test_59_checkpoints_of_the_tf_keras_wrapper_and_of_ours_are_exchanged(folder):
+def test_checkpoints_of_the_tf_keras_wrapper_and_of_ours_are_exchanged(folder):
     import tf_keras
 
     weight = tf.Variable(1.0)
@@ -276,7 +273,7 @@ def test_a_state_saved_in_tensorflow_loads_elsewhere():
     assert (8.0, 1, 0) == tuple(x.item() for x in other.init(same, plain))
 
 
-def test_19_33_configs_make_the_same_object_without_its_state():
+def test_configs_make_the_same_object_without_its_state():
     loss_scale = moved(ls.DynamicLossScale(8, 2, 2))
     again = ls.DynamicLossScale.from_config(loss_scale.get_config())
     assert (8.0, 0) == state(again)

@@ -11,7 +11,7 @@ from helpers.limits import HANG_SECONDS
 pytest.importorskip("tensorflow", reason="tensorflow is not installed")
 pytest.importorskip("keras", reason="keras is not installed")
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "tensorflow.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "train_tensorflow.py"
 LINE = re.compile(r"(.*?) +accuracy ([\d.]+)% skipped (\d+) scale ([\d,]+)")
 
 

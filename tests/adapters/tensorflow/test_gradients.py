@@ -9,7 +9,7 @@ from helpers.tensorflow_modes import MODES  # noqa: E402
 
 import lossscale.tensorflow as ls  # noqa: E402
 from lossscale import Fixed, ScaleState  # noqa: E402
-from lossscale.core.errors import GradientError, StructureError  # noqa: E402
+from lossscale.errors import GradientError, StructureError  # noqa: E402
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 HUGE = 1.8e19
@@ -235,11 +235,19 @@ def test_a_loss_that_is_no_float_is_refused():
 
 def test_subnormal_gradients_are_counted_though_tensorflow_flushes_them():
     tiny = np.array([1e-42, 0.0, 1.0, -3e-45], np.float32)
-    names = ("zero_share", "subnormal_share")
+    names = ("zero_fraction", "subnormal_fraction")
     _, signal = ls.unscale([tf.constant(tiny)], ls.init(Fixed(1.0)), measure=names)
-    assert (0.25, 0.5) == (float(signal.zero_share), float(signal.subnormal_share))
+    assert (0.25, 0.5) == (
+        float(signal.zero_fraction),
+        float(signal.subnormal_fraction),
+    )
     nothing = ls.unscale([], ls.init(Fixed(1.0)), measure=(*names, "amax", "norm"))[1]
-    found = [nothing.zero_share, nothing.subnormal_share, nothing.amax, nothing.norm]
+    found = [
+        nothing.zero_fraction,
+        nothing.subnormal_fraction,
+        nothing.amax,
+        nothing.norm,
+    ]
     assert [0.0] * 4 == [float(x) for x in found]
 
 

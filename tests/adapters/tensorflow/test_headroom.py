@@ -23,7 +23,7 @@ from helpers.tensorflow_optimizers import (  # noqa: E402
 )
 
 import lossscale.tensorflow as ls  # noqa: E402
-from lossscale.core.errors import SettingError  # noqa: E402
+from lossscale.errors import SettingError  # noqa: E402
 
 v1 = tf.compat.v1
 kinds = pytest.mark.parametrize("kind", OPTIMIZERS)

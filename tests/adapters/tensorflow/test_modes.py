@@ -1,7 +1,4 @@
-"""The classic classes eagerly, in tf.function, in XLA and in graphs of TensorFlow 1.
-
-Numbers in test names are items of the specification's checklist.
-"""
+"""The classic classes eagerly, in tf.function, in XLA and in graphs of TensorFlow 1."""
 
 import copy
 
@@ -13,7 +10,7 @@ import numpy as np  # noqa: E402
 from helpers.tensorflow_modes import MODES  # noqa: E402
 
 import lossscale.tensorflow as ls  # noqa: E402
-from lossscale.core.errors import ContextError, GradientError  # noqa: E402
+from lossscale.errors import ContextError, GradientError  # noqa: E402
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 QUARTER = FLOAT32_MAX / 4
@@ -39,7 +36,7 @@ def manager_scales(mode, flags, *arguments, **keywords):
 
 
 def dynamic_scales(mode, flags, *arguments):
-    """Return the scale after each update of a dynamic loss scale; checks item 31."""
+    """Return the scale after each update; checks `should_apply`."""
 
     def build():
         loss_scale = ls.DynamicLossScale(*arguments)
@@ -96,14 +93,14 @@ DYNAMIC = {
 
 @every_mode
 @pytest.mark.parametrize("item", MANAGER)
-def test_02_to_11_the_exponential_manager(mode, item):
+def test_the_exponential_manager(mode, item):
     arguments, flags, expected = MANAGER[item]
     assert expected == manager_scales(mode, flags, *arguments)
 
 
 @every_mode
 @pytest.mark.parametrize("item", DYNAMIC)
-def test_21_to_31_the_dynamic_loss_scale(mode, item):
+def test_the_dynamic_loss_scale(mode, item):
     arguments, flags, expected = DYNAMIC[item]
     assert expected == dynamic_scales(mode, flags, *arguments)
 
@@ -124,7 +121,7 @@ def test_the_same_bits_in_every_mode_whatever_the_ratios(mode):
 
 
 @every_mode
-def test_01_18_20_36_fixed_scales_are_float32_tensors_that_stay(mode):
+def test_fixed_scales_are_float32_tensors_that_stay(mode):
     def build():
         manager = ls.FixedLossScaleManager(1000)
         fixed, dynamic = ls.FixedLossScale(1000), ls.DynamicLossScale(1000)

@@ -1,7 +1,4 @@
-"""The optimizer wrapper around every kind of optimizer, in every mode.
-
-Numbers in test names are items of the specification's checklist.
-"""
+"""The optimizer wrapper around every kind of optimizer, in every mode."""
 
 import pytest
 
@@ -23,7 +20,7 @@ from helpers.tensorflow_optimizers import (  # noqa: E402
 )
 
 import lossscale.tensorflow as ls  # noqa: E402
-from lossscale.core.errors import (  # noqa: E402
+from lossscale.errors import (  # noqa: E402
     ContextError,
     GradientError,
     SettingError,
@@ -64,7 +61,7 @@ def weights_after(mode, kind, gradients, loss_scale, optimizers=OPTIMIZERS, **op
 
 @every_mode
 @kinds
-def test_16_bad_gradients_are_skipped_under_a_fixed_scale(mode, kind):
+def test_bad_gradients_are_skipped_under_a_fixed_scale(mode, kind):
     possible(mode, kind)
     for scale in (lambda: 8, lambda: ls.FixedLossScaleManager(8)):
         seen = weights_after(mode, kind, (*BAD, 0.5, np.nan), scale)
@@ -81,7 +78,7 @@ def test_bad_gradients_are_applied_to_those_who_ask_for_it(mode, kind):
 
 @every_mode
 @kinds
-def test_17_a_manager_of_ones_own_is_asked_and_told(mode, kind):
+def test_a_manager_of_ones_own_is_asked_and_told(mode, kind):
     possible(mode, kind)
 
     class Steps(ls.LossScaleManager):
@@ -100,7 +97,7 @@ def test_17_a_manager_of_ones_own_is_asked_and_told(mode, kind):
 
 @every_mode
 @kinds
-def test_41_42_54_slots_and_weights_stay_on_a_bad_step(mode, kind):
+def test_slots_and_weights_stay_on_a_bad_step(mode, kind):
     possible(mode, kind)
     gradients = (1.0, np.nan, 1.0, np.inf)
     seen = weights_after(
@@ -111,7 +108,7 @@ def test_41_42_54_slots_and_weights_stay_on_a_bad_step(mode, kind):
 
 @every_mode
 @kinds
-def test_40_54_64_the_loss_is_scaled_by_what_the_last_step_left(mode, kind):
+def test_the_loss_is_scaled_by_what_the_last_step_left(mode, kind):
     """Dynamic from 2 with a period of 1: scales 2 then 4; weight 5, 3, 1."""
     possible(mode, kind)
     upstream = []
@@ -150,7 +147,7 @@ def test_40_54_64_the_loss_is_scaled_by_what_the_last_step_left(mode, kind):
 
 
 @pytest.mark.parametrize("mode", ["eager", "function", "graph"])
-def test_12_13_14_15_a_gradient_that_underflows_is_saved_by_the_scale(mode):
+def test_a_gradient_that_underflows_is_saved_by_the_scale(mode):
     def gradient_at(scale):
         def build():
             weight = tf.Variable(1.0)
@@ -184,7 +181,7 @@ def test_12_13_14_15_a_gradient_that_underflows_is_saved_by_the_scale(mode):
 
 
 @kinds
-def test_13_the_weight_moves_by_a_gradient_that_would_have_vanished(kind):
+def test_the_weight_moves_by_a_gradient_that_would_have_vanished(kind):
     weight = variable(kind, 1.0)
     optimizer = ls.LossScaleOptimizer(OPTIMIZERS[kind](1e4), 1e4)
     small = tf.constant(1e-4, tf.float16)
@@ -197,7 +194,7 @@ def test_13_the_weight_moves_by_a_gradient_that_would_have_vanished(kind):
 
 
 @kinds
-def test_56_scaled_losses_and_unscaled_gradients_as_in_tf_keras(kind):
+def test_scaled_losses_and_unscaled_gradients_as_in_tf_keras(kind):
     optimizer = ls.LossScaleOptimizer(OPTIMIZERS[kind](1.0), ls.DynamicLossScale(2))
     for dtype in (tf.float32, tf.float16):
         loss = tf.constant(5.0, dtype)
@@ -209,7 +206,7 @@ def test_56_scaled_losses_and_unscaled_gradients_as_in_tf_keras(kind):
 
 
 @kinds
-def test_57_sparse_gradients_stay_sparse(kind):
+def test_sparse_gradients_stay_sparse(kind):
     table = variable(kind, [[1.0], [2.0], [3.0]])
     optimizer = ls.LossScaleOptimizer(OPTIMIZERS[kind](1.0), 8)
 
@@ -268,7 +265,7 @@ def test_no_gradient_at_all_is_an_error_that_changes_nothing(kind):
 
 @kinds
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
-def test_58_counters_move_on_skipped_steps_only_for_those_who_ask(kind, compiled):
+def test_counters_move_on_skipped_steps_only_for_those_who_ask(kind, compiled):
     def counted(asked):
         weight, counter = variable(kind, 1.0), tf.Variable(0, dtype=tf.int64)
         optimizer = ls.LossScaleOptimizer(
@@ -387,7 +384,7 @@ def test_the_scale_stays_when_an_op_of_the_wrapped_optimizer_fails(mode):
 
 
 @kinds
-def test_63_clipping_inside_works_and_infinities_are_skipped_not_clipped(kind):
+def test_clipping_inside_works_and_infinities_are_skipped_not_clipped(kind):
     if kind == "v1":
         pytest.skip("TensorFlow 1's optimizers do not clip")
     makers = {
@@ -406,7 +403,7 @@ def test_63_clipping_inside_works_and_infinities_are_skipped_not_clipped(kind):
 
 
 @kinds
-def test_69_the_wrapped_optimizer_is_given_plain_tensors(kind):
+def test_the_wrapped_optimizer_is_given_plain_tensors(kind):
     seen = []
 
     class Spy(OPTIMIZERS[kind]):
@@ -534,7 +531,7 @@ def test_slots_and_variables_are_those_of_the_wrapped_optimizer():
     ],
     ids=["None", "text", "object", "class", "keras", "tf_keras", "factor"],
 )
-def test_55_what_cannot_be_wrapped_is_refused(wrong, words):
+def test_what_cannot_be_wrapped_is_refused(wrong, words):
     with pytest.raises(SettingError, match=words):
         ls.LossScaleOptimizer(wrong, 8)
 
@@ -549,7 +546,7 @@ def test_what_a_session_cannot_run_is_refused_there(kind):
             optimizer.apply_gradients([(tf.constant(1.0), weight)])
 
 
-def test_44_the_loss_scale_cannot_be_none_and_nothing_else_either():
+def test_the_loss_scale_cannot_be_none_and_nothing_else_either():
     descent = v1.train.GradientDescentOptimizer(1.0)
     for wrapper in (ls.LossScaleOptimizer, ls.MixedPrecisionLossScaleOptimizer):
         with pytest.raises(ValueError, match="cannot be None"):
@@ -747,7 +744,7 @@ def test_an_optimizer_that_changes_gradients_after_the_check_is_refused():
 
 
 @pytest.mark.parametrize("factor", [np.nan, 0.5])
-def test_66_what_an_aggregator_returns_is_checked_and_applied_as_it_is(factor):
+def test_what_an_aggregator_returns_is_checked_and_applied_as_it_is(factor):
     def aggregate(pairs):
         return [(gradient * factor, weight) for gradient, weight in pairs]
 
@@ -759,7 +756,7 @@ def test_66_what_an_aggregator_returns_is_checked_and_applied_as_it_is(factor):
     assert expected == (float(weight), float(optimizer.loss_scale()))
 
 
-def test_67_68_settings_are_not_set_in_vain_and_iterations_can_be_set():
+def test_settings_are_not_set_in_vain_and_iterations_can_be_set():
     optimizer = ls.LossScaleOptimizer(tf_keras.optimizers.SGD(1.0), 8)
     for name in ("nesterov", "momentum"):
         with pytest.raises(AttributeError, match=f"inner_optimizer.{name}"):
@@ -781,7 +778,7 @@ def test_arguments_that_a_keras_optimizer_does_not_take_are_refused():
     assert -0.5 == value(weight)
 
 
-def test_39_the_gradient_of_the_loss_may_be_given_for_a_float16_loss():
+def test_the_gradient_of_the_loss_may_be_given_for_a_float16_loss():
     with tf.Graph().as_default(), v1.Session() as session:
         weight = tf.Variable(5.0)
         optimizer = ls.LossScaleOptimizer(v1.train.GradientDescentOptimizer(1.0), 10)

@@ -1,7 +1,4 @@
-"""Distribution strategies: one bad replica is bad for all, all copies stay equal.
-
-Numbers in test names are items of the specification's checklist.
-"""
+"""Distribution strategies: one bad replica is bad for all, all copies stay equal."""
 
 import pytest
 
@@ -14,7 +11,7 @@ from helpers.tensorflow_optimizers import MOMENTUM, OPTIMIZERS, value  # noqa: E
 from helpers.tensorflow_optimizers import variable as make_variable  # noqa: E402
 
 import lossscale.tensorflow as ls  # noqa: E402
-from lossscale.core.errors import ContextError, GradientError  # noqa: E402
+from lossscale.errors import ContextError, GradientError  # noqa: E402
 
 
 def mirrored(count):
@@ -59,7 +56,7 @@ def check_equal_copies(expected, *variables):
 @strategies
 @compiled
 @kinds
-def test_37_65_one_bad_replica_makes_the_step_bad_for_all(name, compiled, kind):
+def test_one_bad_replica_makes_the_step_bad_for_all(name, compiled, kind):
     strategy = STRATEGIES[name]()
     count = strategy.num_replicas_in_sync
     with strategy.scope():
@@ -116,7 +113,7 @@ def test_managers_work_under_strategies_where_contribs_never_did(name, compiled)
 
 
 @strategies
-def test_38_the_loss_is_scaled_in_each_replica(name):
+def test_the_loss_is_scaled_in_each_replica(name):
     """minimize with a fixed scale of 10: 5 goes to 3 at rate 2."""
     strategy = STRATEGIES[name]()
     count = strategy.num_replicas_in_sync

@@ -7,7 +7,7 @@ import tf_keras
 from helpers.tensorflow_optimizers import value
 
 import lossscale.tensorflow as ls
-from lossscale.core.errors import SettingError, SettingTypeError
+from lossscale.errors import SettingError, SettingTypeError
 
 v1 = tf.compat.v1
 KINDS = {

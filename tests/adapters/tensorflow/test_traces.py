@@ -30,8 +30,8 @@ from helpers.tensorflow_replay import (  # noqa: E402
 from helpers.traces import DATA, read  # noqa: E402
 
 import lossscale.tensorflow as ls  # noqa: E402
-from lossscale.core.checks import FLOAT32_MAX, SMALLEST_NORMAL  # noqa: E402
-from lossscale.core.errors import (  # noqa: E402
+from lossscale.core.validation import FLOAT32_MAX, SMALLEST_NORMAL  # noqa: E402
+from lossscale.errors import (  # noqa: E402
     LossScaleError,
     SettingError,
 )

@@ -15,7 +15,7 @@ from helpers.torch_steps import (  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
 from lossscale import Dynamic  # noqa: E402
-from lossscale.core.errors import GradientError  # noqa: E402
+from lossscale.errors import GradientError  # noqa: E402
 
 
 def accumulated(scaler, batches, fused, dtype=torch.float32):

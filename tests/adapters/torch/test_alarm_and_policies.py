@@ -12,7 +12,7 @@ from helpers.torch_steps import parameter, started, step  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
 from lossscale import Dynamic, ScaleState  # noqa: E402
-from lossscale.core.errors import (  # noqa: E402
+from lossscale.errors import (  # noqa: E402
     CollapseError,
     CollapseWarning,
     SettingError,

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from helpers.traces import read  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
-from lossscale.core.checks import FLOAT32_MAX  # noqa: E402
-from lossscale.core.errors import (  # noqa: E402
+from lossscale.core.validation import FLOAT32_MAX  # noqa: E402
+from lossscale.errors import (  # noqa: E402
     GradientError,
     SettingError,
     SettingTypeError,

@@ -17,7 +17,7 @@ from helpers.torch_steps import (  # noqa: E402
 )
 
 import lossscale.torch as ls  # noqa: E402
-from lossscale.core.errors import SettingError, SettingTypeError  # noqa: E402
+from lossscale.errors import SettingError, SettingTypeError  # noqa: E402
 
 SIZES = (1, 7, 64, 1000)
 

@@ -8,8 +8,8 @@ import numpy as np  # noqa: E402
 from conformance import (  # noqa: E402
     ClassicConformance,
     Framework,
+    FunctionalConformance,
     HeadroomConformance,
-    VerbConformance,
 )
 
 import lossscale.torch as ls  # noqa: E402
@@ -25,11 +25,11 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-class TestEager(VerbConformance, HeadroomConformance, ClassicConformance):
+class TestEager(FunctionalConformance, HeadroomConformance, ClassicConformance):
     framework = Framework(module=ls, array=array, numpy=np.asarray, complex=True)
 
 
-class TestCompiled(VerbConformance, HeadroomConformance):
+class TestCompiled(FunctionalConformance, HeadroomConformance):
     framework = Framework(
         module=ls, array=array, numpy=np.asarray, complex=True, compile=compiled
     )

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from helpers.torch_steps import both, parameter, started  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
-from lossscale.core.errors import SettingTypeError  # noqa: E402
+from lossscale.errors import SettingTypeError  # noqa: E402
 
 
 def problem(**settings):
@@ -49,7 +49,7 @@ def test_the_verbs_take_cpu_gradients_whatever_the_default_device_is():
         (unscaled,), signal = ls.unscale([gradient], state)
         after = ls.update(policy, state, signal)
         chosen = ls.select(signal.finite, [unscaled], [gradient])
-    assert (1.0, 1, 1.0) == (unscaled.item(), after.good.item(), chosen[0].item())
+    assert (1.0, 1, 1.0) == (unscaled.item(), after.good_steps.item(), chosen[0].item())
 
 
 # Arguments of step

@@ -16,7 +16,7 @@ from helpers.torch_steps import (  # noqa: E402
 from torch.amp.grad_scaler import OptState  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
-from lossscale.core.errors import SettingError  # noqa: E402
+from lossscale.errors import SettingError  # noqa: E402
 
 
 def problem(gradient=1.0, fused=False, **settings):

@@ -7,6 +7,6 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 
 def test_a_dynamic_scale_saves_what_float16_alone_loses():
-    runs, others = run_example("torch")
+    runs, others = run_example("train_torch")
     check_the_story(runs)
     assert ["step 200 skipped: loss, 8 layers"] == others

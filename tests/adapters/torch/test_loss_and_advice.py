@@ -11,7 +11,7 @@ from helpers.torch_steps import parameter, started, step  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
 from lossscale import Fixed  # noqa: E402
-from lossscale.core.errors import CollapseWarning  # noqa: E402
+from lossscale.errors import CollapseWarning  # noqa: E402
 
 
 def problem(**settings):

@@ -15,7 +15,7 @@ from helpers.torch_steps import (  # noqa: E402
 )
 
 import lossscale.torch as ls  # noqa: E402
-from lossscale.core.errors import SettingError  # noqa: E402
+from lossscale.errors import SettingError  # noqa: E402
 
 
 @both

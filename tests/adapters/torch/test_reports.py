@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from helpers.torch_steps import BAD, parameter, started, step  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
-from lossscale.core.errors import (  # noqa: E402
+from lossscale.errors import (  # noqa: E402
     SettingError,
 )
 

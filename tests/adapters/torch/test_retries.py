@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import (  # noqa: E402
 )
 
 import lossscale.torch as ls  # noqa: E402
-from lossscale.core.errors import ContextError, GradientError  # noqa: E402
+from lossscale.errors import ContextError, GradientError  # noqa: E402
 
 
 def fused_adam():

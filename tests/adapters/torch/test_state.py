@@ -19,7 +19,7 @@ from helpers.torch_steps import (  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
 from lossscale import Dynamic, Fixed, from_portable, to_portable  # noqa: E402
-from lossscale.core.errors import StateError  # noqa: E402
+from lossscale.errors import StateError  # noqa: E402
 
 TORCHS = (
     "scale",
@@ -95,7 +95,7 @@ def test_hysteresis_survives():
     again.load_state_dict(scaler.state_dict())
     for one in (scaler, again):
         step(one, optimizer, math.inf, [weight])
-        assert (4.0, 0) == (one.get_scale(), int(one.state.bad))
+        assert (4.0, 0) == (one.get_scale(), int(one.state.bad_steps))
 
 
 @both
@@ -169,7 +169,7 @@ def test_policy_and_state_travel_to_other_libraries():
     policy, state = from_portable(to_portable(scaler.policy, scaler.state))
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (
         float(state.scale),
-        int(state.good),
+        int(state.good_steps),
     )
     assert (4.0, 0.25, 3) == (
         policy.growth_factor,
@@ -237,7 +237,7 @@ def test_a_pickle_keeps_policy_settings_and_counters():
         again.consecutive_skips,
     )
     assert again.last_step is None
-    assert int(again.state.bad) == 1
+    assert int(again.state.bad_steps) == 1
     step(again, optimizer, math.inf, [weight])
     assert again.get_scale() == 4.0
 

@@ -158,19 +158,20 @@ def numpys(policy, gradients):
     for gradient in gradients:
         signal = Signal(finite=np.bool_(gradient == 1.0))
         state = policy.step(state, signal, where=np.where)
-        yield float(state.scale), int(state.good), int(state.bad)
+        yield float(state.scale), int(state.good_steps), int(state.bad_steps)
 
 
 @pytest.mark.parametrize(
     "policy",
     [
         Dynamic(init_scale=8.0, hysteresis=2, growth_interval=3),
-        Dynamic(init_scale=8.0, hysteresis=3, growth_interval=2, consecutive=True),
+        Dynamic(init_scale=8.0, hysteresis=3, growth_interval=2,
+                consecutive_overflows=True),
         Dynamic(init_scale=8.0, growth_interval=1, min_scale=2.0, max_scale=32.0),
         Dynamic(init_scale=9.0, growth_interval=1, growth_factor=1.7, at_max="clamp",
                 max_scale=50.0, backoff_factor=0.8, at_min="hold", min_scale=3.0),
         Dynamic(init_scale=9.0, growth_factor=3.0, backoff_divisor=3.0,
-                growth_interval=2, late_growth="first"),
+                growth_interval=2, growth_delay="first"),
         Fixed(24.0),
         presets.get("megatron", growth_interval=3),
     ],
@@ -186,5 +187,5 @@ def test_a_policy_moves_the_scale_as_it_does_elsewhere(policy):
         expected = list(numpys(policy, gradients))
         found = []
         for scale, good in walk(scaler, gradients, weight, optimizer):
-            found.append((scale, good, int(scaler.state.bad)))
+            found.append((scale, good, int(scaler.state.bad_steps)))
         assert expected == found

@@ -9,10 +9,9 @@ break training later, are errors here.
 from numbers import Integral, Real
 from typing import Any
 
-from lossscale.core import checks
-from lossscale.core.checks import shown
-from lossscale.core.errors import SettingError, SettingTypeError
-from lossscale.core.portable import plain_number
+from lossscale.core import validation
+from lossscale.core.validation import format_value, plain_number
+from lossscale.errors import SettingError, SettingTypeError
 
 
 def real_number(name: str, value: Any) -> float:
@@ -20,22 +19,23 @@ def real_number(name: str, value: Any) -> float:
     value = plain_number(value)
     if not isinstance(value, Real):
         message = (
-            f"{name} must be a number, got {shown(value)} ({type(value).__name__})."
+            f"{name} must be a number, got {format_value(value)} "
+            f"({type(value).__name__})."
         )
         raise SettingTypeError(message)
     number = int(value) if isinstance(value, bool) else value
-    return checks.number(name, number, "a finite float32 number")
+    return validation.check_number(name, number, "a finite float32 number")
 
 
 def whole_number(name: str, value: Any) -> int:
     """Return a number of steps; below 1 acts as 1, as it did in the originals."""
     if not isinstance(value, Integral):
         message = (
-            f"{name} must be a whole number of steps, got {shown(value)} "
+            f"{name} must be a whole number of steps, got {format_value(value)} "
             f"({type(value).__name__})."
         )
         raise SettingTypeError(message)
-    return checks.count(name, max(1, int(value)))
+    return validation.check_count(name, max(1, int(value)))
 
 
 def fixed_scale(name: str, value: float) -> float:

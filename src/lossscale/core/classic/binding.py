@@ -29,7 +29,7 @@ class Cell(Protocol):
         """Return the current values as tensors."""
         ...
 
-    def shown(self) -> ScaleState | None:
+    def read_for_repr(self) -> ScaleState | None:
         """Return the current values for `repr`; `None` where they cannot be read."""
         ...
 

@@ -5,13 +5,13 @@ from abc import ABCMeta, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
-from lossscale.core import checks
-from lossscale.core.checks import shown
+from lossscale.core import validation
 from lossscale.core.classic.arguments import fixed_scale, real_number, whole_number
 from lossscale.core.classic.binding import Binding, Variable
-from lossscale.core.errors import SettingError, SettingTypeError
 from lossscale.core.policies import Dynamic
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.validation import format_value
+from lossscale.errors import SettingError, SettingTypeError
 
 Self = TypeVar("Self", bound="LossScale")
 
@@ -67,7 +67,7 @@ class FixedLossScale(LossScale):
         if not isinstance(loss_scale_value, (int, float)):
             message = (
                 "loss_scale_value must be a Python int or float, got "
-                f"{shown(loss_scale_value)} ({type(loss_scale_value).__name__})."
+                f"{format_value(loss_scale_value)} ({type(loss_scale_value).__name__})."
             )
             raise SettingError(message)
         value = real_number("loss_scale_value", loss_scale_value)
@@ -130,17 +130,17 @@ class DynamicLossScale(LossScale):
             SettingTypeError: For something that is not a number (a TypeError).
         """
         # As the originals: whatever float() and int() take, strings included.
-        self._initial_loss_scale = checks.scale(
+        self._initial_loss_scale = validation.check_scale(
             "initial_loss_scale",
             _convert(float, "initial_loss_scale", initial_loss_scale),
         )
         self._increment_period = int(
             _convert(int, "increment_period", increment_period)
         )
-        self._multiplier = checks.above_one(
+        self._multiplier = validation.check_above_one(
             "multiplier", _convert(float, "multiplier", multiplier)
         )
-        self._floor = checks.scale("floor", _convert(float, "floor", floor))
+        self._floor = validation.check_scale("floor", _convert(float, "floor", floor))
         self._policy = Dynamic(
             # A policy starts within its bounds. The state below need not: the
             # original took any first scale.
@@ -149,7 +149,7 @@ class DynamicLossScale(LossScale):
             backoff_divisor=self._multiplier,
             growth_interval=whole_number("increment_period", self._increment_period),
             min_scale=self._floor,
-            max_scale=checks.FLOAT32_MAX,
+            max_scale=validation.FLOAT32_MAX,
         )
         self._cell = self._binding.cell(
             self,
@@ -219,9 +219,12 @@ class DynamicLossScale(LossScale):
     def __repr__(self) -> str:
         """Return the settings and, where it can be read, the current state."""
         fields = self.get_config()
-        state = self._cell.shown()
+        state = self._cell.read_for_repr()
         if state is not None:
-            current = {"current_loss_scale": state.scale, "num_good_steps": state.good}
+            current = {
+                "current_loss_scale": state.scale,
+                "num_good_steps": state.good_steps,
+            }
             fields = current | fields
         text = ", ".join(f"{key}={value}" for key, value in fields.items())
         return f"{type(self).__name__}({text})"
@@ -245,7 +248,7 @@ def get(
         return identifier
     message = (
         'A loss scale is a Python number, "dynamic" or a LossScale; got '
-        f"{shown(identifier)} ({type(identifier).__name__})."
+        f"{format_value(identifier)} ({type(identifier).__name__})."
     )
     raise SettingError(message)
 
@@ -256,10 +259,11 @@ def _convert(kind: Any, name: str, value: Any) -> float:
         converted: float = kind(value)
     except TypeError:
         message = (
-            f"{name} must be a number, got {shown(value)} ({type(value).__name__})."
+            f"{name} must be a number, got {format_value(value)} "
+            f"({type(value).__name__})."
         )
         raise SettingTypeError(message) from None
     except (ValueError, OverflowError):
-        message = f"{name} must be a finite number, got {shown(value)}."
+        message = f"{name} must be a finite number, got {format_value(value)}."
         raise SettingError(message) from None
     return converted

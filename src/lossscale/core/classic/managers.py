@@ -4,13 +4,13 @@
 from abc import ABCMeta, abstractmethod
 from typing import Any, ClassVar, Literal
 
-from lossscale.core import checks
-from lossscale.core.checks import shown
+from lossscale.core import validation
 from lossscale.core.classic.arguments import fixed_scale, real_number, whole_number
 from lossscale.core.classic.binding import Binding, Variable
-from lossscale.core.errors import GradientError, SettingError
 from lossscale.core.policies import Dynamic
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.validation import format_value
+from lossscale.errors import GradientError, SettingError
 
 
 class LossScaleManager(metaclass=ABCMeta):
@@ -97,23 +97,23 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
             SettingTypeError: For something that is not a number (a TypeError).
         """
         first = real_number("init_loss_scale", init_loss_scale)
-        first = checks.scale("init_loss_scale", first)
-        lowest = checks.scale("floor", real_number("floor", floor))
-        checks.choice("at_floor", at_floor, ("hold", "clamp"))
+        first = validation.check_scale("init_loss_scale", first)
+        lowest = validation.check_scale("floor", real_number("floor", floor))
+        validation.check_choice("at_floor", at_floor, ("hold", "clamp"))
         self._policy = Dynamic(
             # A policy starts within its bounds. The state below need not: the
             # original took any first scale.
             init_scale=max(first, lowest),
-            growth_factor=checks.above_one(
+            growth_factor=validation.check_above_one(
                 "incr_ratio", real_number("incr_ratio", incr_ratio)
             ),
-            backoff_factor=checks.below_one(
+            backoff_factor=validation.check_below_one(
                 "decr_ratio", real_number("decr_ratio", decr_ratio)
             ),
             growth_interval=whole_number("incr_every_n_steps", incr_every_n_steps),
             hysteresis=whole_number("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf),
             min_scale=lowest,
-            max_scale=checks.FLOAT32_MAX,
+            max_scale=validation.FLOAT32_MAX,
             at_min=at_floor,
         )
         if self._policy.is_stuck(first):
@@ -148,7 +148,9 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
         try:
             flag = self._binding.flag(finite_grads)
         except GradientError:
-            message = f"finite_grads must be one boolean, got {shown(finite_grads)}."
+            message = (
+                f"finite_grads must be one boolean, got {format_value(finite_grads)}."
+            )
             raise GradientError(message) from None
         return self.update_from_signal(Signal(flag))
 

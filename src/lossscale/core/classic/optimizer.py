@@ -6,8 +6,7 @@ from functools import partial
 from inspect import unwrap
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard
 
-from lossscale.core import checks
-from lossscale.core.checks import shown
+from lossscale.core import validation
 from lossscale.core.classic.binding import Binding
 from lossscale.core.classic.loss_scales import (
     DynamicLossScale,
@@ -20,8 +19,9 @@ from lossscale.core.classic.managers import (
     FixedLossScaleManager,
     LossScaleManager,
 )
-from lossscale.core.errors import SettingError, SettingTypeError
 from lossscale.core.state import Array, Signal
+from lossscale.core.validation import format_value
+from lossscale.errors import SettingError, SettingTypeError
 
 
 class Optimizer(Protocol):
@@ -69,7 +69,7 @@ class LossScaleOptimizer:
         """
         self._check_optimizer(opt)
         scale = self._find_scale(loss_scale_manager)
-        checks.switch("skip_nonfinite", skip_nonfinite)
+        validation.check_bool("skip_nonfinite", skip_nonfinite)
         self._adopt(opt)
         self._skip_nonfinite = skip_nonfinite
         self._loss_scale = scale
@@ -236,7 +236,7 @@ class LossScaleOptimizer:
             return self._binding.as_scale(value)
         except (TypeError, ValueError):
             message = (
-                f"{type(scale).__name__}.{method}() returned {shown(value)}, expected "
+                f"{type(scale).__name__}.{method}() returned {format_value(value)}, expected "
                 "a float32 scalar."
             )
             raise SettingTypeError(message) from None
@@ -274,7 +274,7 @@ class LossScaleOptimizer:
             return operation, self._binding.flag(permitted)
         except (TypeError, ValueError):
             message = (
-                f"{type(scale).__name__}.update() returned {shown(answer)}, expected "
+                f"{type(scale).__name__}.update() returned {format_value(answer)}, expected "
                 "(update_op, should_apply_gradients), the second of them one boolean."
             )
             raise SettingTypeError(message) from None
@@ -304,7 +304,7 @@ def _describe_scale(given: Any) -> str:
         )
     return (
         'A loss scale is a manager, a LossScale, a Python number or "dynamic"; got '
-        f"{shown(given)} ({kind.__name__})."
+        f"{format_value(given)} ({kind.__name__})."
     )
 
 

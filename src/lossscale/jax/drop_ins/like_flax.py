@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lossscale.core import checks, presets
+from lossscale import presets
+from lossscale.core import validation
 from lossscale.core.policies import Dynamic
 from lossscale.core.state import Array, Signal
 from lossscale.jax import verbs
@@ -67,7 +68,7 @@ class DynamicScale:
     """Clean steps counted towards the next growth."""
     scale: Any = 65536.0
     """The scale; kept in float32 whatever it comes in."""
-    minimum_scale: Any = checks.SMALLEST_NORMAL
+    minimum_scale: Any = validation.SMALLEST_NORMAL
     """The floor; `None` and anything below 2**-126 count as that."""
 
     def __post_init__(self) -> None:
@@ -126,7 +127,9 @@ class DynamicScale:
             finite = all_finite(grad)
             after = verbs.update(self._policy(), state, Signal(finite))
             return DynamicScaleResult(
-                dynamic_scale=self.replace(fin_steps=after.good, scale=after.scale),
+                dynamic_scale=self.replace(
+                    fin_steps=after.good_steps, scale=after.scale
+                ),
                 finite=finite,
                 aux=(loss, aux) if has_aux else loss,
                 grad=grad,
@@ -146,7 +149,7 @@ class DynamicScale:
 @functools.cache
 def _policy(growth: float, backoff: float, interval: int, floor: float) -> Dynamic:
     # The first scale is the caller's, and may lie below the floor.
-    floor = max(floor, checks.SMALLEST_NORMAL)
+    floor = max(floor, validation.SMALLEST_NORMAL)
     return presets.get(
         "flax",
         init_scale=floor,

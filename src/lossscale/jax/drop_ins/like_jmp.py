@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from lossscale.core import checks, presets
+from lossscale import presets
+from lossscale.core import validation
 from lossscale.core.policies import Dynamic
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.jax import verbs
@@ -64,7 +65,7 @@ class StaticLossScale:
 
     def __post_init__(self) -> None:
         """Check the scale."""
-        value = checks.scale("loss_scale", trees.number(self.loss_scale))
+        value = validation.check_scale("loss_scale", trees.number(self.loss_scale))
         object.__setattr__(self, "loss_scale", value)
 
     def scale(self, tree: Any) -> Any:
@@ -140,7 +141,7 @@ class DynamicLossScale:
             grads_finite: Whether all gradients were finite, as `all_finite` says.
         """
         after = verbs.update(self._policy(), self._state(), Signal(grads_finite))
-        return replace(self, loss_scale=after.scale, counter=after.good)
+        return replace(self, loss_scale=after.scale, counter=after.good_steps)
 
     def _state(self) -> ScaleState:
         return trees.state(self.loss_scale, self.counter)
@@ -183,7 +184,7 @@ def select_tree(pred: Array, a: Any, b: Any) -> Any:
 @functools.cache
 def _policy(period: int, factor: float, floor: float) -> Dynamic:
     # The first scale is the caller's, and may lie below the floor.
-    floor = max(floor, checks.SMALLEST_NORMAL)
+    floor = max(floor, validation.SMALLEST_NORMAL)
     return presets.get(
         "jmp",
         init_scale=floor,

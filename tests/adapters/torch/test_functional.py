@@ -12,9 +12,9 @@ import numpy as np  # noqa: E402
 import lossscale.numpy  # noqa: E402
 import lossscale.torch as ls  # noqa: E402
 from lossscale import Dynamic, Fixed, ScaleState, Signal  # noqa: E402
-from lossscale.core.errors import GradientError, StructureError  # noqa: E402
+from lossscale.errors import GradientError, StructureError  # noqa: E402
 
-MEASUREMENTS = ("nan", "amax", "norm", "zero_share", "subnormal_share")
+MEASUREMENTS = ("nan", "amax", "norm", "zero_fraction", "subnormal_fraction")
 compiled = pytest.mark.parametrize("mode", ["eager", "compiled"])
 
 
@@ -160,7 +160,9 @@ def test_a_sparse_gradient_without_entries_is_finite():
     grads, signal = ls.unscale([gradient], state(2.0), measure=MEASUREMENTS)
     assert (3, 2) == tuple(grads[0].shape)
     assert signal.finite
-    assert 0.0 == signal.amax.item() == signal.norm.item() == signal.zero_share.item()
+    assert (
+        0.0 == signal.amax.item() == signal.norm.item() == signal.zero_fraction.item()
+    )
 
 
 @compiled
@@ -247,14 +249,17 @@ def test_subnormal_bfloat16_values_are_counted():
     tiny = torch.finfo(torch.bfloat16).smallest_normal
     gradient = torch.tensor([tiny, tiny / 2, -tiny / 2, 0.0], dtype=torch.bfloat16)
     _, signal = ls.unscale([gradient], state(1.0), measure=MEASUREMENTS)
-    assert (0.5, 0.25) == (signal.subnormal_share.item(), signal.zero_share.item())
+    assert (0.5, 0.25) == (
+        signal.subnormal_fraction.item(),
+        signal.zero_fraction.item(),
+    )
 
 
 def test_a_complex_number_is_measured_as_two():
     gradient = torch.tensor([3 + 4j, 0.0, complex(0, -7)])
     _, signal = ls.unscale([gradient], state(1.0), measure=MEASUREMENTS)
     assert np.float32(math.sqrt(9 + 16 + 49)) == signal.norm.item()
-    assert (7.0, 0.5) == (signal.amax.item(), signal.zero_share.item())
+    assert (7.0, 0.5) == (signal.amax.item(), signal.zero_fraction.item())
 
 
 def test_a_nest_without_gradients_measures_zero():

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
-from lossscale.core import checks
-from lossscale.core.checks import shown
-from lossscale.core.errors import StateError
+from lossscale.core import validation
 from lossscale.core.policies import Dynamic
-from lossscale.core.portable import plain_number
-from lossscale.core.presets import make_dynamic
 from lossscale.core.state import ScaleState
+from lossscale.core.validation import format_value, plain_number
+from lossscale.errors import StateError
+from lossscale.presets import make_dynamic
 
 Values: TypeAlias = Mapping[str, Any]
 Pair: TypeAlias = tuple[Dynamic, ScaleState]
@@ -41,7 +40,7 @@ class Library:
 
 def _number(values: Values, key: str, default: float | None = None) -> float:
     value = plain_number(values.get(key, default))
-    return checks.number(f"'{key}'", value, "a number (finite, float32)")
+    return validation.check_number(f"'{key}'", value, "a number (finite, float32)")
 
 
 def _count(values: Values, key: str, default: int | None = None) -> int:
@@ -49,13 +48,13 @@ def _count(values: Values, key: str, default: int | None = None) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, Integral):
-        message = f"'{key}' must be a whole number, got {shown(value)}."
+        message = f"'{key}' must be a whole number, got {format_value(value)}."
         raise StateError(message)
     return int(value)
 
 
 def _switch(values: Values, key: str, default: bool) -> bool:
-    return checks.switch(f"'{key}'", plain_number(values.get(key, default)))
+    return validation.check_bool(f"'{key}'", plain_number(values.get(key, default)))
 
 
 def _waiting(policy: Dynamic, state: ScaleState) -> int:
@@ -64,7 +63,7 @@ def _waiting(policy: Dynamic, state: ScaleState) -> int:
     A count at or above it, which a policy that grows a step late may hold, would never
     fire there again.
     """
-    return min(int(state.good), policy.growth_interval - 1)
+    return min(int(state.good_steps), policy.growth_interval - 1)
 
 
 def fitted(base: Dynamic, **settings: Any) -> Dynamic:
@@ -145,7 +144,7 @@ def _write_tensorflow(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
         "increment_period": policy.growth_interval,
         "multiplier": policy.growth_factor,
         "current_loss_scale": state.scale,
-        "good_steps": state.good,
+        "good_steps": state.good_steps,
     }
 
 
@@ -154,7 +153,7 @@ def _write_tf_keras(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
         "initial_scale": policy.init_scale,
         "dynamic_growth_steps": policy.growth_interval,
         "current_loss_scale": state.scale,
-        "good_steps": state.good,
+        "good_steps": state.good_steps,
     }
 
 
@@ -200,7 +199,7 @@ def _write_flax(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
         "growth_interval": policy.growth_interval,
         "minimum_scale": policy.min_scale,
         # It grows exactly at its interval, and shows it before it does.
-        "fin_steps": min(state.good, policy.growth_interval),
+        "fin_steps": min(state.good_steps, policy.growth_interval),
         "scale": state.scale,
     }
 
@@ -217,7 +216,9 @@ def _read_deepspeed(values: Values, base: Dynamic) -> Pair:
         growth_interval=window,
         hysteresis=hysteresis,
         min_scale=_number(values, "min_scale", base.min_scale),
-        consecutive=_switch(values, "consecutive_hysteresis", base.consecutive),
+        consecutive_overflows=_switch(
+            values, "consecutive_hysteresis", base.consecutive_overflows
+        ),
     )
     # DeepSpeed counts clean steps since the last overflow and never starts again; our
     # counter stands at 1 after a growth, since only the first growth comes a step late.
@@ -230,15 +231,15 @@ def _read_deepspeed(values: Values, base: Dynamic) -> Pair:
 def _write_deepspeed(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
     return {
         "cur_scale": state.scale,
-        "cur_iter": state.good,
+        "cur_iter": state.good_steps,
         "last_overflow_iter": -1,
         "scale_factor": policy.growth_factor,
         "scale_window": policy.growth_interval,
         "min_scale": policy.min_scale,
         "delayed_shift": policy.hysteresis,
         # It stays at 1 once used up: each overflow then backs off.
-        "cur_hysteresis": max(1, policy.hysteresis - state.bad),
-        "consecutive_hysteresis": policy.consecutive,
+        "cur_hysteresis": max(1, policy.hysteresis - state.bad_steps),
+        "consecutive_hysteresis": policy.consecutive_overflows,
     }
 
 
@@ -260,7 +261,7 @@ def _write_megatron(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
     return {
         "scale": state.scale,
         "growth_tracker": _waiting(policy, state),
-        "hysteresis_tracker": policy.hysteresis - state.bad,
+        "hysteresis_tracker": policy.hysteresis - state.bad_steps,
     }
 
 
@@ -274,7 +275,7 @@ def _read_apex(values: Values, base: Dynamic) -> Pair:
         raise StateError(message)
     inner = values["loss_scaler0"]
     if not isinstance(inner, Mapping):
-        message = f"'loss_scaler0' must be a mapping, got {shown(inner)}."
+        message = f"'loss_scaler0' must be a mapping, got {format_value(inner)}."
         raise StateError(message)
     scale = _number(inner, "loss_scale")
     return base, ScaleState(scale, _count(inner, "unskipped"), 0)

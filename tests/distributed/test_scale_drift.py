@@ -7,7 +7,7 @@ def step_apart(kind, path):
     """Give rank 1 another state than the others; return the error and what is left."""
     import torch
 
-    from lossscale.core.errors import DriftError
+    from lossscale.errors import DriftError
     from lossscale.torch import GradScaler
 
     world = torch.distributed.group.WORLD
@@ -61,7 +61,7 @@ def step_in_a_grid():
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    from lossscale.core.errors import DriftError
+    from lossscale.errors import DriftError
     from lossscale.torch import GradScaler
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

@@ -3,17 +3,14 @@
 """float16 in Lightning: without a loss scale nothing moves, with one it learns.
 
     pip install 'lossscale[numpy,torch]' lightning
-    python examples/lightning.py
+    python examples/train_lightning.py
 
-The story of `examples/torch.py`, told by Lightning's Trainer.
+The story of `examples/train_torch.py`, told by Lightning's Trainer.
 """
 
 import logging
-import sys
 from itertools import pairwise
 from tempfile import TemporaryDirectory
-
-del sys.path[0]  # this folder, whose files have the names of the frameworks
 
 import torch
 from lightning.pytorch import LightningModule, Trainer

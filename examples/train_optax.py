@@ -2,15 +2,11 @@
 """float16 in optax: without a loss scale nothing moves, with one it learns.
 
     pip install 'lossscale[numpy,optax]' flax
-    python examples/optax.py
+    python examples/train_optax.py
 
 The story of `lossscale demo`: eight bias-free layers with weights N(0, 0.02²), trained
 by Muon on 1,437 handwritten digits; a checkpoint half-way, and one infinite loss.
 """
-
-import sys
-
-del sys.path[0]  # this folder, whose files have the names of the frameworks
 
 import jax
 import jax.numpy as jnp

@@ -2,7 +2,7 @@
 """float16 in PyTorch: without a loss scale nothing moves, with one it learns.
 
     pip install 'lossscale[numpy,torch]'
-    python examples/torch.py
+    python examples/train_torch.py
 
 The story of `lossscale demo`: eight bias-free layers with weights N(0, 0.02²), trained
 by Muon on 1,437 handwritten digits. Their gradients are below float16's smallest
@@ -11,10 +11,7 @@ up by new objects, and the run with a scale has to get over one infinite loss.
 """
 
 import io
-import sys
 from itertools import pairwise
-
-del sys.path[0]  # this folder, whose files have the names of the frameworks
 
 import torch
 

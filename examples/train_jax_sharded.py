@@ -2,18 +2,16 @@
 """float16 on eight devices in JAX: one decision for all of them.
 
     pip install 'lossscale[numpy,optax]' orbax-checkpoint
-    python examples/jax_sharded.py
+    python examples/train_jax_sharded.py
 
 The story of `lossscale demo`. Under `jit` arrays are global, and so is what `lossscale`
 sees of them. Under `shard_map`, as in step 200, `axis_name` makes the devices agree.
 """
 
 import os
-import sys
 import tempfile
 from functools import partial
 
-del sys.path[0]  # this folder, whose files have the names of the frameworks
 DEVICES = "--xla_force_host_platform_device_count=8"  # where there is only a CPU
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"
 

@@ -17,7 +17,7 @@ import numpy as np  # noqa: E402
 from helpers.sequences import draw, overflow_pattern  # noqa: E402
 
 import lossscale.tensorflow as ls  # noqa: E402
-from lossscale.core.errors import SettingError  # noqa: E402
+from lossscale.errors import SettingError  # noqa: E402
 
 originals = tf.compat.v1.mixed_precision
 BAD_VALUES = (np.nan, np.inf, -np.inf)

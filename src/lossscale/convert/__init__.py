@@ -12,10 +12,8 @@ from dataclasses import asdict
 from math import frexp
 from typing import Any, NamedTuple
 
-from lossscale.core import presets
-from lossscale.core.checks import did_you_mean, shown
-from lossscale.core.errors import LossScaleError, StateError
-from lossscale.core.libraries import (
+from lossscale import presets
+from lossscale.convert.formats import (
     LIBRARIES,
     Library,
     Pair,
@@ -26,9 +24,11 @@ from lossscale.core.libraries import (
 from lossscale.core.policies import Dynamic, Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
+from lossscale.core.validation import did_you_mean, format_value
+from lossscale.errors import LossScaleError, StateError
 
 
-class Written(NamedTuple):
+class Conversion(NamedTuple):
     """A state in another library's form, and what that form cannot hold."""
 
     values: dict[str, Any]
@@ -50,11 +50,11 @@ def from_library(library: str, values: Values, policy: Dynamic | None = None) ->
         StateError: If the mapping is not that library's, or its scale has collapsed.
 
     Example:
-        >>> from lossscale.core.converters import from_library
+        >>> from lossscale.convert import from_library
         >>> saved = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5,
         ...          "growth_interval": 2000, "_growth_tracker": 3}
         >>> from_library("torch", saved)[1]
-        ScaleState(scale=1024.0, good=3, bad=0)
+        ScaleState(scale=1024.0, good_steps=3, bad_steps=0)
     """
     converter = _find(library)
     if not isinstance(values, Mapping):
@@ -79,7 +79,7 @@ def from_library(library: str, values: Values, policy: Dynamic | None = None) ->
         raise StateError(message) from error
 
 
-def to_library(library: str, policy: Policy, state: ScaleState) -> Written:
+def to_library(library: str, policy: Policy, state: ScaleState) -> Conversion:
     """Write a scaler state in another library's form.
 
     Raises:
@@ -87,7 +87,7 @@ def to_library(library: str, policy: Policy, state: ScaleState) -> Written:
 
     Example:
         >>> from lossscale import Dynamic
-        >>> from lossscale.core.converters import to_library
+        >>> from lossscale.convert import to_library
         >>> policy = Dynamic(hysteresis=2)
         >>> to_library("apex", policy, policy.init()).values
         {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
@@ -121,7 +121,7 @@ def to_library(library: str, policy: Policy, state: ScaleState) -> Written:
         for name, value in unsaved.items()
         if value != getattr(preset, name)
     ]
-    return Written(values, tuple(lost))
+    return Conversion(values, tuple(lost))
 
 
 def with_scale(library: str, values: Values, scale: float) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def with_scale(library: str, values: Values, scale: float) -> dict[str, Any]:
     A scale that collapsed to 0 or infinity cannot be read; this is the way out.
 
     Example:
-        >>> from lossscale.core.converters import with_scale
+        >>> from lossscale.convert import with_scale
         >>> with_scale("flax", {"scale": 0.0, "fin_steps": 3}, 65536.0)
         {'scale': 65536.0, 'fin_steps': 3}
     """
@@ -140,22 +140,24 @@ def with_scale(library: str, values: Values, scale: float) -> dict[str, Any]:
 
 def _replaced(values: Any, keys: tuple[str, ...], scale: float) -> dict[str, Any]:
     if not isinstance(values, Mapping):
-        message = f"A mapping with {keys[0]!r} was expected, got {shown(values)}."
+        message = (
+            f"A mapping with {keys[0]!r} was expected, got {format_value(values)}."
+        )
         raise StateError(message)
     key, *others = keys
     inner = _replaced(values.get(key), tuple(others), scale) if others else scale
     return {**values, key: inner}
 
 
-def recognise(values: Values) -> str:
+def detect_library(values: Values) -> str:
     """Return the name of the library whose mapping this is; "lossscale" for ours.
 
     Raises:
         StateError: If it fits none or several.
 
     Example:
-        >>> from lossscale.core.converters import recognise
-        >>> recognise({"fin_steps": 3, "scale": 8.0})
+        >>> from lossscale.convert import detect_library
+        >>> detect_library({"fin_steps": 3, "scale": 8.0})
         'flax'
     """
     if not isinstance(values, Mapping):
@@ -189,10 +191,12 @@ def _find(library: str) -> Library:
 def _comparable(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
     """Return settings and state, with what comes to the same thing written alike."""
     settings = asdict(policy) | state._asdict()
-    if not policy.backoff_refills:  # once used up, further overflows count for nothing
-        settings["bad"] = min(state.bad, policy.hysteresis - 1)
+    if (
+        not policy.backoff_resets_hysteresis
+    ):  # once used up, further overflows count for nothing
+        settings["bad_steps"] = min(state.bad_steps, policy.hysteresis - 1)
     if policy.hysteresis == 1:  # nothing is ever counted
-        settings |= {"consecutive": False, "backoff_refills": True}
+        settings |= {"consecutive_overflows": False, "backoff_resets_hysteresis": True}
     divisor = policy.backoff_divisor
     if divisor is not None and frexp(divisor)[0] == 0.5:  # noqa: PLR2004
         settings |= {"backoff_factor": 1.0 / divisor, "backoff_divisor": None}

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lossscale.core import checks, trees
-from lossscale.core.checks import shown
-from lossscale.core.errors import GradientError, MissingPackageError
+from lossscale.core import trees, validation
 from lossscale.core.headroom import largest_square
 from lossscale.core.policies import Policy, advance
 from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.validation import format_value, require_signal
+from lossscale.errors import GradientError, MissingPackageError
 
 if np.lib.NumpyVersion(np.__version__) < "2.0.0":
     # Before 2, np.where made float64 of a float32 scale beside a Python number.
@@ -55,7 +55,7 @@ def init(policy: Policy, state: ScaleState | None = None) -> ScaleState:
     """
     first = policy.init() if state is None else check_state(policy, state)
     return ScaleState(
-        np.float32(first.scale), np.int32(first.good), np.int32(first.bad)
+        np.float32(first.scale), np.int32(first.good_steps), np.int32(first.bad_steps)
     )
 
 
@@ -79,7 +79,7 @@ def scale(loss: Any, state: ScaleState) -> Any:
             if isinstance(leaf, int) and not isinstance(leaf, bool):
                 # Beyond float64 Python refuses; beyond float32 it is infinite anyway.
                 leaf = np.float32(max(-_BEYOND, min(leaf, _BEYOND)))
-            return widened("loss", path, leaf) * state.scale
+            return upcast("loss", path, leaf) * state.scale
 
     return trees.map_leaves(multiply, loss)
 
@@ -99,7 +99,7 @@ def unscale(
         grads: A nest of scaled gradients.
         state: The state whose scale was used for the loss.
         measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
-            "zero_share" and "subnormal_share".
+            "zero_fraction" and "subnormal_fraction".
 
     Raises:
         GradientError: If a gradient is not floating-point.
@@ -111,13 +111,13 @@ def unscale(
         >>> grads, bool(signal.finite)
         ({'w': array([2., 1.])}, True)
     """
-    wanted = checks.measurements(measure)
+    wanted = validation.check_measurements(measure)
     with np.errstate(all="ignore"):
         inverse = np.float32(1.0) / np.float32(state.scale)
 
     def multiply(path: str, leaf: Any) -> Any:
         with np.errstate(all="ignore"):
-            return widened("gradient", path, leaf) * inverse
+            return upcast("gradient", path, leaf) * inverse
 
     unscaled = trees.map_leaves(multiply, grads)
     finite, squarable = all_finite_and_squarable(unscaled)
@@ -139,16 +139,14 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         >>> ls.update(policy, ls.init(policy), lossscale.Signal(finite=False)).scale
         np.float32(32768.0)
     """
-    if not isinstance(signal, Signal):
-        message = f"signal must be a Signal, such as unscale returns; got {signal!r}."
-        raise GradientError(message)
+    require_signal(signal)
     if not isinstance(state.scale, (np.generic, np.ndarray)):
         state = init(policy, state)  # a policy's own first state: Python's float64
     finite = _flags(signal.finite)
     if finite.shape not in ((), np.shape(state.scale)):
         message = (
             f"finite must be one boolean, or one for each scale, got "
-            f"{shown(signal.finite)}. Use the signal that unscale returns."
+            f"{format_value(signal.finite)}. Use the signal that unscale returns."
         )
         raise GradientError(message)
     flags = signal._replace(finite=finite)
@@ -182,7 +180,7 @@ def select(finite: Any, new: Any, old: Any) -> Any:
     return new if applied else old
 
 
-def widened(what: str, path: str, leaf: Any) -> npt.NDArray[Any]:
+def upcast(what: str, path: str, leaf: Any) -> npt.NDArray[Any]:
     """Return a floating-point leaf as it is, or in float32 if it is float16."""
     array = np.asarray(leaf)
     masked = isinstance(leaf, np.ma.MaskedArray)
@@ -214,7 +212,7 @@ def _flags(finite: Any) -> npt.NDArray[np.bool_]:
     refused = isinstance(finite, (Signal, np.ma.MaskedArray))
     array = np.asarray(None if refused else finite)
     if array.dtype.kind not in "biuf" or not np.isfinite(array).all():
-        message = f"finite must be one boolean, got {shown(finite)}."
+        message = f"finite must be one boolean, got {format_value(finite)}."
         raise GradientError(message)
     return array.astype(np.bool_)
 
@@ -223,7 +221,7 @@ def flag(finite: Any) -> np.bool_:
     """Return one flag as a boolean; anything else is an error."""
     flags = _flags(finite)
     if flags.size != 1:
-        message = f"finite must be one boolean, got {shown(finite)}."
+        message = f"finite must be one boolean, got {format_value(finite)}."
         raise GradientError(message)
     return np.bool_(flags.item())
 
@@ -263,10 +261,10 @@ def _measurements(
                 )
             )
         ),
-        "zero_share": lambda: np.float32(
+        "zero_fraction": lambda: np.float32(
             sum(np.count_nonzero(leaf == 0) for leaf in scaled) / count
         ),
-        "subnormal_share": lambda: np.float32(sum(map(_subnormal, scaled)) / count),
+        "subnormal_fraction": lambda: np.float32(sum(map(_subnormal, scaled)) / count),
     }
     with np.errstate(all="ignore"):
         return {name: measures[name]() for name in sorted(wanted)}

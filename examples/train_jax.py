@@ -2,16 +2,13 @@
 """float16 in JAX: without a loss scale nothing moves, with one it learns.
 
     pip install 'lossscale[numpy,jax]'
-    python examples/jax.py
+    python examples/train_jax.py
 
 The story of `lossscale demo`: eight bias-free layers with weights N(0, 0.02²), trained
 by Muon on 1,437 handwritten digits; a checkpoint half-way, and one infinite loss.
 """
 
 import io
-import sys
-
-del sys.path[0]  # this folder, whose files have the names of the frameworks
 
 import jax
 import jax.numpy as jnp

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-from lossscale.core.errors import SettingError, SettingTypeError
 from lossscale.core.state import MEASUREMENTS
+from lossscale.errors import SettingError, SettingTypeError
 
 FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
 """The largest float32 number."""
@@ -31,7 +31,7 @@ def as_float32(value: float) -> float:
     return rounded
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as a message shows it: at most some 200 characters.
 
     Python refuses to write integers of more than 4,300 digits.
@@ -54,11 +54,12 @@ _MOST_BITS = 200
 _MOST_CHARACTERS = 200
 
 
-def number(name: str, value: Any, expected: str) -> float:
+def check_number(name: str, value: Any, expected: str) -> float:
     """Return `value` as a finite float; a bool, a string or NaN is an error."""
     if isinstance(value, bool) or not isinstance(value, Real):
         message = (
-            f"{name} must be {expected}, got {shown(value)} ({type(value).__name__})."
+            f"{name} must be {expected}, got {format_value(value)} "
+            f"({type(value).__name__})."
         )
         raise SettingTypeError(message)
     try:
@@ -66,78 +67,77 @@ def number(name: str, value: Any, expected: str) -> float:
     except OverflowError:  # an integer beyond float64
         result = math.inf
     if not -FLOAT32_MAX <= result <= FLOAT32_MAX:  # NaN fails this as well
-        message = f"{name} must be {expected}, got {shown(value)}."
+        message = f"{name} must be {expected}, got {format_value(value)}."
         raise SettingError(message)
     return result
 
 
-def count(name: str, value: Any) -> int:
+def check_count(name: str, value: Any) -> int:
     """Return `value` as an int of at least 1."""
     expected = "a whole number of steps, 1 or more"
     if isinstance(value, bool) or not isinstance(value, Integral):
         message = (
-            f"{name} must be {expected}, got {shown(value)} ({type(value).__name__})."
+            f"{name} must be {expected}, got {format_value(value)} "
+            f"({type(value).__name__})."
         )
         raise SettingTypeError(message)
     result = int(value)
     # Counters are int32 in most frameworks.
     if not 1 <= result < 2**31 - 1:
-        message = (
-            f"{name} must be {expected} (and below 2**31 - 1), got {shown(value)}."
-        )
+        message = f"{name} must be {expected} (and below 2**31 - 1), got {format_value(value)}."
         raise SettingError(message)
     return result
 
 
-def scale(name: str, value: Any) -> float:
+def check_scale(name: str, value: Any) -> float:
     """Return `value` as a scale: positive, and finite with a finite reciprocal."""
     expected = "a positive float32 number from 2**-126 to 3.4028235e38"
-    result = number(name, value, expected)
+    result = check_number(name, value, expected)
     if not SMALLEST_NORMAL <= result <= FLOAT32_MAX:
-        message = f"{name} must be {expected}, got {shown(value)}."
+        message = f"{name} must be {expected}, got {format_value(value)}."
         raise SettingError(message)
     return result
 
 
-def above_one(name: str, value: Any) -> float:
+def check_above_one(name: str, value: Any) -> float:
     """Return `value` if it is above 1 after rounding to float32."""
     expected = "a number above 1 (in float32), such as 2.0"
-    result = number(name, value, expected)
+    result = check_number(name, value, expected)
     if not as_float32(result) > 1.0:
-        message = f"{name} must be {expected}, got {shown(value)}."
+        message = f"{name} must be {expected}, got {format_value(value)}."
         raise SettingError(message)
     return result
 
 
-def below_one(name: str, value: Any) -> float:
+def check_below_one(name: str, value: Any) -> float:
     """Return `value` if it lies between 0 and 1 after rounding to float32."""
     expected = "a number above 0 and below 1 (in float32), such as 0.5"
-    result = number(name, value, expected)
+    result = check_number(name, value, expected)
     if not 0.0 < as_float32(result) < 1.0:
-        message = f"{name} must be {expected}, got {shown(value)}."
+        message = f"{name} must be {expected}, got {format_value(value)}."
         raise SettingError(message)
     return result
 
 
-def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
+def check_choice(name: str, value: Any, allowed: Iterable[str]) -> str:
     """Return `value` if it is one of the allowed words."""
     words = tuple(allowed)
     if not isinstance(value, str) or value not in words:
         expected = " or ".join(repr(word) for word in words)
-        message = f"{name} must be {expected}, got {shown(value)}."
+        message = f"{name} must be {expected}, got {format_value(value)}."
         raise SettingError(message)
     return value
 
 
-def switch(name: str, value: Any) -> bool:
+def check_bool(name: str, value: Any) -> bool:
     """Return `value` if it is True or False."""
     if not isinstance(value, bool):
-        message = f"{name} must be True or False, got {shown(value)}."
+        message = f"{name} must be True or False, got {format_value(value)}."
         raise SettingTypeError(message)
     return value
 
 
-def measurements(measure: Iterable[str]) -> frozenset[str]:
+def check_measurements(measure: Iterable[str]) -> frozenset[str]:
     """Return the names of what `unscale` is to measure, if there are such."""
     wanted = frozenset([measure] if isinstance(measure, str) else measure)
     unknown = sorted(map(str, wanted - set(MEASUREMENTS)))

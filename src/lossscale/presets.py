@@ -11,9 +11,9 @@ stops at the last safe number; up to there the two agree.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from lossscale.core.checks import FLOAT32_MAX, did_you_mean
-from lossscale.core.errors import SettingError
 from lossscale.core.policies import Dynamic
+from lossscale.core.validation import FLOAT32_MAX, did_you_mean
+from lossscale.errors import SettingError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Preset:
 
     Example:
         >>> from lossscale import presets
-        >>> presets.PRESETS["flax"].policy.late_growth
+        >>> presets.PRESETS["flax"].policy.growth_delay
         'always'
     """
 
@@ -88,7 +88,9 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             name="flax",
-            policy=Dynamic(max_scale=FLOAT32_MAX, at_max="clamp", late_growth="always"),
+            policy=Dynamic(
+                max_scale=FLOAT32_MAX, at_max="clamp", growth_delay="always"
+            ),
             source="flax.training.dynamic_scale.DynamicScale, flax 0.12.",
             differs="Nothing up to its own bounds.",
         ),
@@ -118,7 +120,7 @@ PRESETS: dict[str, Preset] = {
                 hysteresis=2,
                 min_scale=1.0,
                 max_scale=FLOAT32_MAX,
-                backoff_refills=False,
+                backoff_resets_hysteresis=False,
             ),
             source="megatron.core.optimizer.grad_scaler.DynamicGradScaler, "
             "megatron-core 0.16.",
@@ -132,8 +134,8 @@ PRESETS: dict[str, Preset] = {
                 min_scale=1.0,
                 max_scale=FLOAT32_MAX,
                 backoff_divisor=2.0,
-                late_growth="first",
-                backoff_refills=False,
+                growth_delay="first",
+                backoff_resets_hysteresis=False,
             ),
             source="deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler with the "
             "defaults of DeepSpeed's fp16 configuration, DeepSpeed 0.19.",
@@ -148,9 +150,9 @@ PRESETS: dict[str, Preset] = {
                 min_scale=1.0,
                 max_scale=FLOAT32_MAX,
                 backoff_divisor=2.0,
-                late_growth="first",
-                consecutive=True,
-                backoff_refills=False,
+                growth_delay="first",
+                consecutive_overflows=True,
+                backoff_resets_hysteresis=False,
             ),
             source="deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler with "
             "consecutive_hysteresis.",
@@ -158,7 +160,7 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             name="paddle",
-            policy=Dynamic(max_scale=FLOAT32_MAX, consecutive=True),
+            policy=Dynamic(max_scale=FLOAT32_MAX, consecutive_overflows=True),
             source="paddle.amp.GradScaler, Paddle 3.",
             differs=_NO_BOUNDS + " It has no cap either: it doubles on to infinity.",
         ),

@@ -2,17 +2,14 @@
 """float16 in TensorFlow: without a loss scale nothing moves, with one it learns.
 
     pip install 'lossscale[numpy,tensorflow]' 'keras>=3.15'
-    python examples/tensorflow.py
+    python examples/train_tensorflow.py
 
 The story of `lossscale demo`: eight bias-free layers with weights N(0, 0.02²), trained
 by Muon on 1,437 handwritten digits. Their gradients are below float16's smallest
 number. A dynamic loss scale lifts them above it.
 """
 
-import sys
 from itertools import pairwise
-
-del sys.path[0]  # this folder, whose files have the names of the frameworks
 
 import keras
 import numpy as np

@@ -2,7 +2,7 @@
 """float16 with Accelerate: without a loss scale nothing moves, with one it learns.
 
     pip install 'lossscale[numpy,torch]' accelerate
-    python examples/accelerate.py
+    python examples/train_accelerate.py
 
 The story of `lossscale demo`: eight bias-free layers with weights N(0, 0.02²), trained
 by Muon on 1,437 handwritten digits. Their gradients are below float16's smallest
@@ -10,11 +10,8 @@ number. A dynamic loss scale lifts them above it. Half-way each run is saved and
 up by new objects, and the run with a scale has to get over one infinite loss.
 """
 
-import sys
 import tempfile
 from itertools import pairwise
-
-del sys.path[0]  # this folder, whose files have the names of the packages
 
 import torch
 from accelerate import Accelerator

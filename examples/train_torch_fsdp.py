@@ -2,7 +2,7 @@
 """float16 on several ranks: FSDP2, a fused AdamW, clipping, a bad gradient on one rank.
 
     pip install 'lossscale[numpy,torch]'
-    torchrun --standalone --nproc-per-node 2 examples/torch_fsdp.py
+    torchrun --standalone --nproc-per-node 2 examples/train_torch_fsdp.py
 
 Eight layers on the digits of `lossscale demo`; every rank keeps a part of each weight.
 At step 200 one rank alone finds an infinite gradient, and all of them skip. Half-way
@@ -10,10 +10,7 @@ new objects take the run up, from what each rank has kept of its state.
 """
 
 import copy
-import sys
 from itertools import pairwise
-
-del sys.path[0]  # this folder, whose files have the names of the frameworks
 
 import torch
 import torch.distributed as dist

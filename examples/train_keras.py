@@ -2,16 +2,12 @@
 """float16 in Keras 3: without a loss scale nothing moves, with one it learns.
 
     pip install 'lossscale[numpy,keras]' tensorflow   # or jax, or torch
-    KERAS_BACKEND=tensorflow python examples/keras.py
+    KERAS_BACKEND=tensorflow python examples/train_keras.py
 
 The story of `lossscale demo` in a framework: eight bias-free layers with weights
 N(0, 0.02²), trained by Muon on 1,437 handwritten digits. Their gradients are below
 float16's smallest number. A dynamic loss scale lifts them above it.
 """
-
-import sys
-
-del sys.path[0]  # this folder, whose files have the names of the frameworks
 
 import keras
 
