@@ -1,7 +1,7 @@
 # Everything from a bare machine with python3 (3.10 to 3.13), make and pip.
 #   make demo    installs what the command needs, no framework, and runs the demo
 #   make test    installs the frameworks of the tests too, and runs them all
-#   make check   formatting, lint, types, import contracts
+#   make check   formatting, lint, types, import contracts, words
 #   make bench   benchmarks on this machine
 #   make docs    the documentation, in docs/_build/html
 PYTHON ?= python3
@@ -28,6 +28,7 @@ check: $(VENV)/check.stamp
 	$(BIN)/mypy
 	$(BIN)/mypy typing_tests
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_words.py
 
 bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/simulate.py
@@ -62,10 +63,11 @@ $(VENV)/test.stamp: $(VENV)/demo.stamp
 	$(PIP) --no-deps tf-keras
 	touch $@
 
-$(VENV)/check.stamp: $(VENV)/demo.stamp
+# The checks follow torch's types, and the pages import its adapter.
+$(VENV)/check.stamp: $(VENV)/test.stamp
 	$(PIP) --group lint
 	touch $@
 
-$(VENV)/docs.stamp: $(VENV)/demo.stamp
+$(VENV)/docs.stamp: $(VENV)/test.stamp
 	$(PIP) --group docs
 	touch $@

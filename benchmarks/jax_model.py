@@ -25,44 +25,49 @@ class Case:
     batch: int
     turns: int = 30
     steps: int = 1
-    """How many steps in a row are timed together."""
+    """How many consecutive steps are timed together."""
+    donates: bool = True
+    """Whether a step donates the buffers of the state that it is passed."""
 
 
 def make_parameters(case: Case):
     """Return the float32 parameters."""
-    numbers = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     width = case.width
 
-    def normal(*shape):
-        return 0.02 * numbers.standard_normal(shape, dtype=np.float32)
+    def make_normal(*shape):
+        return 0.02 * rng.standard_normal(shape, dtype=np.float32)
 
-    def norm():
+    def make_norm():
         return {"gain": np.ones(width, np.float32), "bias": np.zeros(width, np.float32)}
 
-    def dense(inputs, outputs):
-        return {"kernel": normal(inputs, outputs), "bias": np.zeros(outputs, "float32")}
+    def make_dense(inputs, outputs):
+        return {
+            "kernel": make_normal(inputs, outputs),
+            "bias": np.zeros(outputs, "float32"),
+        }
 
     blocks = [
         {
-            "norm_1": norm(),
-            "qkv": dense(width, 3 * width),
-            "out": dense(width, width),
-            "norm_2": norm(),
-            "up": dense(width, 4 * width),
-            "down": dense(4 * width, width),
+            "norm_1": make_norm(),
+            "qkv": make_dense(width, 3 * width),
+            "out": make_dense(width, width),
+            "norm_2": make_norm(),
+            "up": make_dense(width, 4 * width),
+            "down": make_dense(4 * width, width),
         }
         for _ in range(case.layers)
     ]
     return {
-        "tokens": normal(case.vocabulary, width),
-        "places": normal(case.length, width),
+        "tokens": make_normal(case.vocabulary, width),
+        "positions": make_normal(case.length, width),
         "blocks": blocks,
-        "norm": norm(),
+        "norm": make_norm(),
     }
 
 
 def make_batch(case: Case):
-    """Return token ids, one more than are read, and the weight of each in the loss."""
+    """Return token ids, one more than the inputs, and the loss weight of each."""
     shape = (case.batch, case.length + 1)
     tokens = np.random.default_rng(1).integers(0, case.vocabulary, shape, np.int32)
     return {"tokens": tokens, "weights": np.ones((case.batch, case.length), np.float32)}
@@ -72,45 +77,49 @@ def make_loss(case: Case):
     """Return the loss as a function of parameters and batch, in float32."""
     mask = np.tril(np.ones((case.length, case.length), bool))
 
-    def normalised(layer, x):
-        wide = x.astype(jnp.float32)
-        wide = jax.nn.standardize(wide, axis=-1, epsilon=1e-5)
-        return (wide * layer["gain"] + layer["bias"]).astype(jnp.float16)
+    def normalize(layer, x):
+        standardized = jax.nn.standardize(x.astype(jnp.float32), axis=-1, epsilon=1e-5)
+        return (standardized * layer["gain"] + layer["bias"]).astype(jnp.float16)
 
-    def dense(layer, x):
+    def apply_dense(layer, x):
         return x @ layer["kernel"].astype(jnp.float16) + layer["bias"].astype(
             jnp.float16
         )
 
-    def attention(block, x):
+    def attend(block, x):
         heads = (*x.shape[:2], case.heads, case.width // case.heads)
         query, key, value = (
-            part.reshape(heads) for part in jnp.split(dense(block["qkv"], x), 3, -1)
+            part.reshape(heads)
+            for part in jnp.split(apply_dense(block["qkv"], x), 3, -1)
         )
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32)
         scores = jnp.where(mask, scores / heads[-1] ** 0.5, -1e30)
-        shares = jax.nn.softmax(scores).astype(jnp.float16)
-        seen = jnp.einsum("bhqk,bkhd->bqhd", shares, value)
-        return dense(block["out"], seen.reshape(x.shape))
+        weights = jax.nn.softmax(scores).astype(jnp.float16)
+        attended = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+        return apply_dense(block["out"], attended.reshape(x.shape))
 
     def loss(parameters, batch):
         tokens = batch["tokens"]
         table = parameters["tokens"].astype(jnp.float16)
-        x = table[tokens[:, :-1]] + parameters["places"].astype(jnp.float16)
+        x = table[tokens[:, :-1]] + parameters["positions"].astype(jnp.float16)
         for block in parameters["blocks"]:
-            x = x + attention(block, normalised(block["norm_1"], x))
-            wide = jax.nn.gelu(dense(block["up"], normalised(block["norm_2"], x)))
-            x = x + dense(block["down"], wide)
-        logits = (normalised(parameters["norm"], x) @ table.T).astype(jnp.float32)
-        guesses = jax.nn.log_softmax(logits)
-        right = jnp.take_along_axis(guesses, tokens[:, 1:, None], axis=-1)[..., 0]
-        return -jnp.mean(right * batch["weights"])
+            x = x + attend(block, normalize(block["norm_1"], x))
+            hidden = jax.nn.gelu(
+                apply_dense(block["up"], normalize(block["norm_2"], x))
+            )
+            x = x + apply_dense(block["down"], hidden)
+        logits = (normalize(parameters["norm"], x) @ table.T).astype(jnp.float32)
+        log_probabilities = jax.nn.log_softmax(logits)
+        targets = jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], axis=-1)[
+            ..., 0
+        ]
+        return -jnp.mean(targets * batch["weights"])
 
     return loss
 
 
 class Optimizer(NamedTuple):
-    """What optax calls a gradient transformation."""
+    """The two functions of an optax gradient transformation."""
 
     init: Any
     update: Any
@@ -129,11 +138,11 @@ def adamw(rate, b1=0.9, b2=0.999, eps=1e-8, decay=1e-4) -> Optimizer:
         second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state[2], grads)
         power = count.astype(jnp.float32)
 
-        def change(m, v, p):
+        def compute_update(m, v, p):
             m, v = m / (1 - b1**power), v / (1 - b2**power)
             return -rate * (m / (jnp.sqrt(v) + eps) + decay * p)
 
-        changes = jax.tree.map(change, first, second, parameters)
-        return changes, (count, first, second)
+        updates = jax.tree.map(compute_update, first, second, parameters)
+        return updates, (count, first, second)
 
     return Optimizer(init, update)

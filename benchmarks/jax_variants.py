@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step in JAX without loss scaling, with ours, and with that of others.
+"""A training step in JAX without loss scaling, with lossscale, and with others.
 
-Each is made of a loss, an optimizer, and `apply`, which returns new parameters and a
-new optimizer state of the old ones and the gradients.
+Each is built from a loss, an optimizer, and `apply`, which computes new parameters and
+a new optimizer state from the old ones and the gradients.
 """
 
 import importlib
@@ -28,12 +28,12 @@ class Variant(NamedTuple):
     step: Any
     optimizer: Any
     scaling: Any
-    """What the third part of the state is at first."""
+    """The initial value of the third part of the state."""
     scale: Any
-    """Reads the loss scale out of the state."""
+    """Reads the loss scale from the state."""
 
 
-def unscaled(loss, optimizer, apply) -> Variant:
+def make_unscaled(loss, optimizer, apply) -> Variant:
     def step(state, batch):
         parameters, inner, _ = state
         value, grads = jax.value_and_grad(loss)(parameters, batch)
@@ -42,7 +42,7 @@ def unscaled(loss, optimizer, apply) -> Variant:
     return Variant(step, optimizer, (), lambda _: SCALE)
 
 
-def ours_select(loss, optimizer, apply) -> Variant:
+def make_lossscale_select(loss, optimizer, apply) -> Variant:
     policy = lossscale.Dynamic(init_scale=SCALE)
     differentiate = ls.value_and_grad(loss, policy)
 
@@ -55,7 +55,7 @@ def ours_select(loss, optimizer, apply) -> Variant:
     return Variant(step, optimizer, ls.init(policy), lambda state: state[2].scale)
 
 
-def ours_cond(loss, optimizer, apply) -> Variant:
+def make_lossscale_cond(loss, optimizer, apply) -> Variant:
     policy = lossscale.Dynamic(init_scale=SCALE)
     differentiate = ls.value_and_grad(loss, policy)
 
@@ -68,7 +68,7 @@ def ours_cond(loss, optimizer, apply) -> Variant:
     return Variant(step, optimizer, ls.init(policy), lambda state: state[2].scale)
 
 
-def ours_optax(loss, optimizer, apply) -> Variant:
+def make_lossscale_optax(loss, optimizer, apply) -> Variant:
     del apply
     import optax
 
@@ -79,18 +79,18 @@ def ours_optax(loss, optimizer, apply) -> Variant:
     def step(state, batch):
         parameters, inner, _ = state
 
-        def scaled(parameters):
+        def scaled_loss(parameters):
             value = loss(parameters, batch)
             return scale_loss(value, inner), value
 
-        (_, value), grads = jax.value_and_grad(scaled, has_aux=True)(parameters)
+        (_, value), grads = jax.value_and_grad(scaled_loss, has_aux=True)(parameters)
         updates, inner = wrapped.update(grads, inner, parameters)
         return (optax.apply_updates(parameters, updates), inner, ()), value
 
     return Variant(step, wrapped, (), lambda state: get_scale(state[1]))
 
 
-def flax_select(loss, optimizer, apply) -> Variant:
+def make_flax(loss, optimizer, apply) -> Variant:
     from flax.training.dynamic_scale import DynamicScale
 
     def step(state, batch):
@@ -99,29 +99,29 @@ def flax_select(loss, optimizer, apply) -> Variant:
         scaling, finite, value, grads = differentiate(parameters, batch)
         old = (parameters, inner)
         new = jax.tree.map(
-            lambda first, second: jnp.where(finite, first, second),
+            lambda new_leaf, old_leaf: jnp.where(finite, new_leaf, old_leaf),
             apply(old, grads),
             old,
         )
         return (*new, scaling), value
 
-    # Its defaults are Python numbers, with which the second step is traced again.
+    # Its defaults are Python numbers, with which the second step would be retraced.
     scaling = DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))
     return Variant(step, optimizer, scaling, lambda state: state[2].scale)
 
 
-def jmp_select(loss, optimizer, apply) -> Variant:
+def make_jmp(loss, optimizer, apply) -> Variant:
     import jmp
 
     def step(state, batch):
         parameters, inner, numbers = state
         scaling = jmp.DynamicLossScale(*numbers)
 
-        def scaled(parameters):
+        def scaled_loss(parameters):
             value = loss(parameters, batch)
             return scaling.scale(value), value
 
-        (_, value), grads = jax.value_and_grad(scaled, has_aux=True)(parameters)
+        (_, value), grads = jax.value_and_grad(scaled_loss, has_aux=True)(parameters)
         grads = scaling.unscale(grads)
         finite = jmp.all_finite(grads)
         old = (parameters, inner)
@@ -129,24 +129,24 @@ def jmp_select(loss, optimizer, apply) -> Variant:
         scaling = scaling.adjust(finite)
         return (*new, (scaling.loss_scale, scaling.counter)), value
 
-    # Its two numbers, because `jit(...).lower` cannot take the class itself.
+    # Its two numbers, because `jit(...).lower` does not accept the class itself.
     numbers = (jnp.float32(SCALE), jnp.int32(0))
     return Variant(step, optimizer, numbers, lambda state: state[2][0])
 
 
-NONE = "no scaling"
+BASELINE = "no scaling"
 VARIANTS = {
-    NONE: (unscaled, None),
-    "lossscale.jax, select": (ours_select, None),
-    "lossscale.jax, cond": (ours_cond, None),
-    "lossscale.optax": (ours_optax, "optax"),
-    "flax": (flax_select, "flax.training.dynamic_scale"),
-    "jmp": (jmp_select, "jmp"),
+    BASELINE: (make_unscaled, None),
+    "lossscale.jax, select": (make_lossscale_select, None),
+    "lossscale.jax, cond": (make_lossscale_cond, None),
+    "lossscale.optax": (make_lossscale_optax, "optax"),
+    "flax": (make_flax, "flax.training.dynamic_scale"),
+    "jmp": (make_jmp, "jmp"),
 }
 
 
-def missing(module: str | None) -> str | None:
-    """Return the package without which a module cannot be imported, if there is one."""
+def find_missing(module: str | None) -> str | None:
+    """Return the package that a module needs and that is not installed, or None."""
     if module is None:
         return None
     try:

@@ -19,27 +19,22 @@ from sphinx.util.inventory import InventoryFile
 # Modules that say in __all__ what is public.
 MODULES = (
     "lossscale",
+    "lossscale.convert",
     "lossscale.numpy",
     "lossscale.torch",
     "lossscale.jax",
-    "lossscale.jax.drop_ins",
+    "lossscale.jax.compat.jmp",
+    "lossscale.jax.compat.flax",
     "lossscale.optax",
     "lossscale.tensorflow",
     "lossscale.keras",
     "lossscale.diagnostics",
+    "lossscale.diagnostics.loggers",
 )
 
 # Public names of modules that have no __all__.
 OTHERS = {
     "lossscale.presets": ("PRESETS", "Preset", "get"),
-    "lossscale.core.portable": ("load", "save"),
-    "lossscale.convert": (
-        "Conversion",
-        "from_library",
-        "detect_library",
-        "to_library",
-        "with_scale",
-    ),
     "lossscale.core.rule": ("transition",),
 }
 
@@ -62,7 +57,8 @@ def exported(module):
     """Return `__all__` as it is written: the module's framework may be missing."""
     # Not find_spec of the module itself: that imports the packages above it.
     package, *folders = module.split(".")
-    file = Path(find_spec(package).origin).parent.joinpath(*folders, "__init__.py")
+    path = Path(find_spec(package).origin).parent.joinpath(*folders)
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     source = file.read_text(encoding="utf-8")
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":

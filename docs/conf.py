@@ -12,14 +12,15 @@ from types import SimpleNamespace
 
 from sphinx.ext.autodoc.mock import mock
 
-# The pages are built without a framework, and look the same where one is installed: the
-# adapters are imported with stand-ins. A stand-in is enough for everything but base
-# classes, decorators, and a version that is compared.
-with mock(["tensorflow", "keras", "tf_keras", "torch", "jax", "optax"]):
+# The adapters for torch, JAX and optax are imported with their frameworks. The others
+# are mocked: TensorFlow cannot be in one process with Triton, which torch imports. A
+# mock is enough for everything but base classes, decorators, and a version that is
+# compared.
+with mock(["tensorflow", "keras", "tf_keras", "lightning", "transformers"]):
     import keras
-    import optax
+    import lightning.pytorch
     import tensorflow as tf
-    import torch
+    import transformers
 
     tf.Module = type("Module", (), {})
     optimizers = SimpleNamespace(Optimizer=type("Optimizer", (), {}))
@@ -32,16 +33,18 @@ with mock(["tensorflow", "keras", "tf_keras", "torch", "jax", "optax"]):
     keras.saving = SimpleNamespace(
         register_keras_serializable=lambda **_: lambda decorated: decorated
     )
-    torch.amp = SimpleNamespace(GradScaler=type("GradScaler", (), {}))
-    torch.nn = SimpleNamespace(Module=type("Module", (), {"__module__": "torch.nn"}))
-    torch.Tensor = type("Tensor", (), {"__module__": "torch"})
-    torch.device = type("device", (), {"__module__": "torch"})
-    optax.MultiSteps = type("MultiSteps", (), {"__module__": "optax"})
-    import lossscale.jax.drop_ins
+    lightning.pytorch.Callback = type("Callback", (), {})
+    transformers.TrainerCallback = type("TrainerCallback", (), {})
+    import lossscale.diagnostics.loggers.keras
+    import lossscale.diagnostics.loggers.lightning
+    import lossscale.diagnostics.loggers.transformers
     import lossscale.keras
-    import lossscale.optax
     import lossscale.tensorflow
-    import lossscale.torch  # noqa: F401
+
+import lossscale.jax.compat.flax
+import lossscale.jax.compat.jmp
+import lossscale.optax
+import lossscale.torch.classic  # noqa: F401
 
 project = "lossscale"
 author = "The lossscale developers"
@@ -61,6 +64,9 @@ html_title = f"lossscale {version}"
 
 # Headings get anchors, so that pages can point at each other's sections.
 myst_heading_anchors = 3
+
+# The glossary is a list of definitions.
+myst_enable_extensions = ["deflist"]
 
 # Docstrings write `name` for code, as Markdown does.
 default_role = "code"
@@ -86,15 +92,26 @@ nitpick_ignore_regex = [
     (r"py:(class|obj)", r"(lossscale\.core\.classic\.loss_scales\.)?Self"),
     # A type variable: a tensor, or an iterable of tensors.
     (r"py:(class|obj)", r"(lossscale\.torch\.grad_scaler\.)?Outputs"),
+    # Type variables: a train state, an optimizer state.
+    (r"py:(class|obj)", r"lossscale\.(jax\.functional|optax\.state)\.State"),
+    # torch's process groups and meshes, and what is like them.
+    (r"py:class", r"ProcessGroup|DeviceMesh|GroupLike"),
     # What an optimizer must have; described in the text of LossScaleOptimizer.
     (r"py:class", r"(lossscale\.core\.classic\.optimizer\.)?Optimizer"),
+    # Parts of a run's file, and writers of steps, under the names of their own modules.
+    (r"py:class", r"lossscale\.diagnostics\.records\..*"),
+    (r"py:class", r"lossscale\.diagnostics\.loggers\.base\..*"),
     # The standard library and NumPy: no inventory is downloaded.
-    (r"py:class", r"(collections\.abc\.)?(Callable|Iterable|Mapping|Sequence)"),
+    (
+        r"py:class",
+        r"(collections\.abc\.)?(Callable|Hashable|Iterable|Iterator|Mapping|Sequence)",
+    ),
     (r"py:class", r"(os\.)?PathLike|(pathlib\.)?Path"),
     (r"py:class", r"(numpy\.|np\.|npt\.|numpy\.typing\.).*"),
     (r"py:class", r"ndarray|dtype|bool_|bool|int64|float32|ArrayLike|NDArray"),
     (r"py:class", r"Flags|Steps|Scales|optional|abc\..*"),
-    (r"py:class", r"(torch|optax)\..*"),
+    (r"py:class", r"(torch|optax|jax|jaxlib)\..*|ArrayTree"),
+    (r"py:class", r"Callback|TrainerCallback|(logging\.)?Logger"),
     # Bases of the abstract classes.
     (r"py:class", r"ABCMeta|Protocol|typing\..*"),
 ]

@@ -4,14 +4,17 @@
     pip install 'lossscale[numpy,optax]' orbax-checkpoint
     python examples/train_jax_sharded.py
 
-The story of `lossscale demo`. Under `jit` arrays are global, and so is what `lossscale`
-sees of them. Under `shard_map`, as in step 200, `axis_name` makes the devices agree.
+The task of `lossscale demo`. Under `jit` arrays are global, and so is the check of the
+gradients. Under `shard_map`, as in step 200, `axis_name` makes all devices skip
+together.
 """
 
 import os
+import sys
 import tempfile
 from functools import partial
 
+del sys.path[0]  # this folder, whose files may have the names of the frameworks
 DEVICES = "--xla_force_host_platform_device_count=8"  # where there is only a CPU
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"
 
@@ -26,51 +29,84 @@ import lossscale.jax as ls
 from lossscale import Dynamic, Fixed
 from lossscale.demo import load_digits
 
-STEPS, BATCH, SHAPES, DIGITS = 300, 64, [(64, 64)] * 7 + [(64, 10)], load_digits()
-MESH, WHOLE, ROWS = Mesh(jax.devices(), "data"), PartitionSpec(), PartitionSpec("data")
+STEPS = 300
+BATCH = 64
+MAPPED_STEP = 200
+SHAPES = [(64, 64)] * 7 + [(64, 10)]
+DIGITS = load_digits()
+MESH = Mesh(jax.devices(), "data")
+REPLICATED = PartitionSpec()
+SHARDED = PartitionSpec("data")
 MUON = optax.contrib.muon(optax.linear_schedule(0.02, 0.0, STEPS))
 
 
 def network(weights, hidden, dtype):
+    """Compute in one dtype from float32 weights; return float32 logits."""
     for weight in weights[:-1]:
         hidden = jax.nn.gelu(hidden.astype(dtype) @ weight.astype(dtype))
     return (hidden @ weights[-1].astype(dtype)).astype(jnp.float32)
 
 
-def run(name, dtype, policy):
-    def step(train, scale, images, labels, axis_name=None):
-        def loss(weights):
-            chances = jax.nn.log_softmax(network(weights, images, dtype))
-            mean = -jnp.mean(chances[jnp.arange(len(labels)), labels])
+def make_steps(dtype, policy):
+    """Return a compiled step on global arrays, and one in a `shard_map`."""
+
+    def step(train_state, scale_state, images, labels, axis_name=None):
+        def compute_loss(weights):
+            log_probabilities = jax.nn.log_softmax(network(weights, images, dtype))
+            mean = -jnp.mean(log_probabilities[jnp.arange(len(labels)), labels])
             return mean if axis_name is None else jax.lax.pmean(mean, axis_name)
 
-        found = ls.value_and_grad(loss, policy, axis_name=axis_name)(scale, train[0])
-        updates, state = MUON.update(found.grads, train[1], train[0])
-        new = optax.apply_updates(train[0], updates), state
-        return ls.select(found.signal.finite, new, train), found.state, found.signal
+        weights, opt_state = train_state
+        differentiate = ls.value_and_grad(compute_loss, policy, axis_name=axis_name)
+        _, grads, signal, scale_state = differentiate(scale_state, weights)
+        updates, opt_state = MUON.update(grads, opt_state, weights)
+        new = optax.apply_updates(weights, updates), opt_state
+        return ls.select(signal.finite, new, train_state), scale_state, signal
 
-    specs = {"in_specs": (WHOLE, WHOLE, ROWS, ROWS), "out_specs": WHOLE}
-    mapped = jax.shard_map(partial(step, axis_name="data"), mesh=MESH, **specs)
-    step, mapped, random = jax.jit(step), jax.jit(mapped), np.random.default_rng(0)
-    weights = [jnp.float32(random.normal(0, 0.02, shape)) for shape in SHAPES]
-    saved = (weights, MUON.init(weights)), ls.init(policy)
-    (train, scale), skipped = jax.device_put(saved, NamedSharding(MESH, WHOLE)), 0
-    for at in range(STEPS):
-        pick = random.integers(len(DIGITS.train_labels), size=BATCH)
-        images, labels = DIGITS.train_images[pick], DIGITS.train_labels[pick]
-        images[17] += np.inf if at == 200 else 0  # one image, on one device
-        batch = jax.device_put((images, labels), NamedSharding(MESH, ROWS))
-        train, scale, signal = (mapped if at == 200 else step)(train, scale, *batch)
+    mapped = jax.shard_map(
+        partial(step, axis_name="data"),
+        mesh=MESH,
+        in_specs=(REPLICATED, REPLICATED, SHARDED, SHARDED),
+        out_specs=REPLICATED,
+    )
+    return jax.jit(step), jax.jit(mapped)
+
+
+def save_and_load(tree):
+    """Write a checkpoint, and restore it with the same shardings."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpointer = orbax.checkpoint.StandardCheckpointer()
+        checkpointer.save(f"{folder}/run", tree)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(f"{folder}/run", tree)
+
+
+def run(name, dtype, policy):
+    """Train once; print test accuracy, skipped steps and the last scale."""
+    step, mapped_step = make_steps(dtype, policy)
+    rng = np.random.default_rng(0)
+    weights = [jnp.float32(rng.normal(0, 0.02, shape)) for shape in SHAPES]
+    first = (weights, MUON.init(weights)), ls.init(policy)
+    train_state, scale_state = jax.device_put(first, NamedSharding(MESH, REPLICATED))
+    skipped = 0
+    for number in range(STEPS):
+        rows = rng.integers(len(DIGITS.train_labels), size=BATCH)
+        images, labels = DIGITS.train_images[rows], DIGITS.train_labels[rows]
+        is_mapped = number == MAPPED_STEP
+        images[17] += np.inf if is_mapped else 0  # one image, on one device
+        batch = jax.device_put((images, labels), NamedSharding(MESH, SHARDED))
+        train_state, scale_state, signal = (mapped_step if is_mapped else step)(
+            train_state, scale_state, *batch
+        )
         skipped += not signal.finite
-        if at == STEPS // 2:  # everything is saved, and taken up again
-            with tempfile.TemporaryDirectory() as folder:
-                file = orbax.checkpoint.StandardCheckpointer()
-                file.save(f"{folder}/run", (train, scale))
-                file.wait_until_finished()
-                train, scale = file.restore(f"{folder}/run", (train, scale))
-    right = network(train[0], DIGITS.test_images, dtype).argmax(1) == DIGITS.test_labels
-    numbers = f"skipped {skipped} scale {scale.scale:,.0f}"
-    print(f"{name:22} accuracy {right.mean():.1%} {numbers}")
+        if number == STEPS // 2:
+            train_state, scale_state = save_and_load((train_state, scale_state))
+    predictions = network(train_state[0], DIGITS.test_images, dtype).argmax(1)
+    accuracy = (predictions == DIGITS.test_labels).mean()
+    print(
+        f"{name:22} accuracy {accuracy:.1%} skipped {skipped} "
+        f"scale {scale_state.scale:,.0f}"
+    )
 
 
 run("float16, no scaling", jnp.float16, Fixed(1.0))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""float16 in Keras 3: without a loss scale nothing moves, with one it learns.
+"""Train in float16 with Keras 3: without a loss scale nothing is learned.
 
     pip install 'lossscale[numpy,keras]' tensorflow   # or jax, or torch
     KERAS_BACKEND=tensorflow python examples/train_keras.py
 
-The story of `lossscale demo` in a framework: eight bias-free layers with weights
+The experiment of `lossscale demo`: eight bias-free layers with weights
 N(0, 0.02²), trained by Muon on 1,437 handwritten digits. Their gradients are below
 float16's smallest number. A dynamic loss scale lifts them above it.
 """
@@ -15,7 +15,8 @@ import lossscale
 from lossscale.demo import load_digits
 from lossscale.keras import LossScaleLogger, LossScaleOptimizer
 
-EPOCHS, BATCH = 13, 64
+EPOCHS = 13
+BATCH_SIZE = 64
 DIGITS = load_digits()
 
 
@@ -34,7 +35,7 @@ def network(dtype):
 
 
 def muon():
-    steps = EPOCHS * (len(DIGITS.train_labels) // BATCH + 1)
+    steps = EPOCHS * (len(DIGITS.train_labels) // BATCH_SIZE + 1)
     rate = keras.optimizers.schedules.PolynomialDecay(0.02, steps, 0.0)
     return keras.optimizers.Muon(rate, weight_decay=None, rms_rate=None)
 
@@ -46,7 +47,9 @@ def train(dtype, optimizer, callbacks):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"])
     images, labels = DIGITS.train_images, DIGITS.train_labels
-    history = model.fit(images, labels, BATCH, EPOCHS, verbose=0, callbacks=callbacks)
+    history = model.fit(
+        images, labels, BATCH_SIZE, EPOCHS, verbose=0, callbacks=callbacks
+    )
     scores = model.evaluate(
         DIGITS.test_images, DIGITS.test_labels, verbose=0, return_dict=True
     )

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""float16 in TensorFlow: without a loss scale nothing moves, with one it learns.
+"""Train in float16 with TensorFlow: without a loss scale nothing is learned.
 
     pip install 'lossscale[numpy,tensorflow]' 'keras>=3.15'
     python examples/train_tensorflow.py
 
-The story of `lossscale demo`: eight bias-free layers with weights N(0, 0.02²), trained
-by Muon on 1,437 handwritten digits. Their gradients are below float16's smallest
-number. A dynamic loss scale lifts them above it.
+The experiment of `lossscale demo`: eight bias-free layers with weights N(0, 0.02²),
+trained by Muon on 1,437 handwritten digits. Their gradients are below float16's
+smallest number. A dynamic loss scale lifts them above it.
 """
 
 from itertools import pairwise
@@ -18,7 +18,9 @@ import tensorflow as tf
 import lossscale.tensorflow as ls
 from lossscale.demo import load_digits
 
-STEPS, BATCH, SIZES = 300, 64, [64] * 8 + [10]
+STEPS = 300
+BATCH_SIZE = 64
+LAYER_SIZES = [64] * 8 + [10]
 DIGITS = load_digits()
 
 
@@ -35,7 +37,7 @@ def train(dtype, loss_scale):
     random = np.random.default_rng(0)  # the same start and batches in every run
     weights = [
         keras.Variable(random.normal(0, 0.02, shape), dtype="float32")
-        for shape in pairwise(SIZES)
+        for shape in pairwise(LAYER_SIZES)
     ]
     rate = keras.optimizers.schedules.PolynomialDecay(0.02, STEPS, 0.0)
     muon = keras.optimizers.Muon(rate, weight_decay=None, rms_rate=None)
@@ -52,7 +54,7 @@ def train(dtype, loss_scale):
         optimizer.minimize(loss, weights)
 
     for _ in range(STEPS):
-        chosen = random.integers(len(DIGITS.train_labels), size=BATCH)
+        chosen = random.integers(len(DIGITS.train_labels), size=BATCH_SIZE)
         step(DIGITS.train_images[chosen], DIGITS.train_labels[chosen])
 
     guesses = tf.argmax(network(weights, DIGITS.test_images, dtype), axis=1)

@@ -1,6 +1,6 @@
 """What every framework's adapter must do. Subclass, describe the framework, done:
 
-    class TestNumpy(FunctionalConformance, ClassicConformance):
+    class TestNumpy(VerbConformance, ClassicConformance):
         framework = Framework(lossscale.numpy, array=np.asarray, numpy=np.asarray)
 
 The oracles are NumPy's own arithmetic, the recorded originals in tests/data and values
@@ -89,7 +89,7 @@ def sampled(file, first):
     return random.Random(3).sample(rows, 25)
 
 
-class FunctionalConformance:
+class VerbConformance:
     """The five verbs."""
 
     framework: Framework
@@ -466,7 +466,7 @@ class ClassicConformance:
         for flag in flags:
             operation, should_apply = loss_scale.update([self.gradient(flag == "G")])
             assert operation is None
-            assert (flag == "G") == bool(self.framework.numpy(should_apply))  # 31
+            assert (flag == "G") == bool(self.framework.numpy(should_apply))
             scales.append(self.value(loss_scale()))
         return scales
 
@@ -479,26 +479,24 @@ class ClassicConformance:
     QUARTER = FLOAT32_MAX / 4
 
     @pytest.mark.parametrize(
-        ("item", "arguments", "flags", "expected"),
+        ("arguments", "flags", "expected"),
         [
-            (2, (1, 2, 2, 2, 0.5), "GGGGGG", [1, 2, 2, 4, 4, 8]),
-            (4, (1024, 2, 2, 2, 0.5), "BBBBBB", [1024, 512, 512, 256, 256, 128]),
-            (5, (16, 2, 2, 2, 0.5), "BBBBBBBBBB", [16, 8, 8, 4, 4, 2, 2, 1, 1, 1]),
-            (6, (1, 2, 2, 2, 0.5), "GGGBG", [1, 2, 2, 2, 2]),
-            (7, (1, 2, 2, 2, 0.5), "GGGBGB", [1, 2, 2, 2, 2, 1]),
-            (8, (1, 1, 1, 2, 0.5), "GGGBGG", [2, 4, 8, 4, 8, 16]),
-            (9, (1, 1, 1, 2, 0.5), "GBGBGBGBG", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
-            (10, (32, 2, 1, 2, 0.5), "GBGBGBG", [32, 16, 16, 8, 8, 4, 4]),
+            ((1, 2, 2, 2, 0.5), "GGGGGG", [1, 2, 2, 4, 4, 8]),
+            ((1024, 2, 2, 2, 0.5), "BBBBBB", [1024, 512, 512, 256, 256, 128]),
+            ((16, 2, 2, 2, 0.5), "BBBBBBBBBB", [16, 8, 8, 4, 4, 2, 2, 1, 1, 1]),
+            ((1, 2, 2, 2, 0.5), "GGGBG", [1, 2, 2, 2, 2]),
+            ((1, 2, 2, 2, 0.5), "GGGBGB", [1, 2, 2, 2, 2, 1]),
+            ((1, 1, 1, 2, 0.5), "GGGBGG", [2, 4, 8, 4, 8, 16]),
+            ((1, 1, 1, 2, 0.5), "GBGBGBGBG", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
+            ((32, 2, 1, 2, 0.5), "GBGBGBG", [32, 16, 16, 8, 8, 4, 4]),
             (
-                11,
                 (4, 2, 2, 2, 0.5),
                 "BBGGGBGBGGGB",
                 [4, 2, 2, 4, 4, 4, 4, 2, 2, 4, 4, 4],
             ),
         ],
     )
-    def test_the_exponential_manager(self, item, arguments, flags, expected):
-        del item
+    def test_the_exponential_manager(self, arguments, flags, expected):
         assert expected == self.manager_scales(flags, *arguments)
 
     def test_growth_of_a_manager_stops_at_the_largest_float32(self):
@@ -522,21 +520,20 @@ class ClassicConformance:
         assert "FixedLossScale(123.0)" == repr(again)
 
     @pytest.mark.parametrize(
-        ("item", "arguments", "flags", "expected"),
+        ("arguments", "flags", "expected"),
         [
-            (21, (1, 2, 2), "GGGGGG", [1, 2, 2, 4, 4, 8]),
-            (23, (1024, 2, 2), "BBBBBB", [512, 256, 128, 64, 32, 16]),
-            (24, (16, 2, 2), "BBBBBB", [8, 4, 2, 1, 1, 1]),
-            (25, (1, 2, 2), "GGGBG", [1, 2, 2, 1, 1]),
-            (26, (1, 1, 2), "GGGBGG", [2, 4, 8, 4, 8, 16]),
-            (27, (1, 1, 2), "GBGBGBGBG", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
-            (28, (32, 2, 2), "GBGBGBG", [32, 16, 16, 8, 8, 4, 4]),
-            (29, (4, 2, 3), "GGBGG", [4, 12, 4, 4, 12]),
-            (30, (4, 2, 2), "BGGGBGBGGGB", [2, 2, 4, 4, 2, 2, 1, 1, 2, 2, 1]),
+            ((1, 2, 2), "GGGGGG", [1, 2, 2, 4, 4, 8]),
+            ((1024, 2, 2), "BBBBBB", [512, 256, 128, 64, 32, 16]),
+            ((16, 2, 2), "BBBBBB", [8, 4, 2, 1, 1, 1]),
+            ((1, 2, 2), "GGGBG", [1, 2, 2, 1, 1]),
+            ((1, 1, 2), "GGGBGG", [2, 4, 8, 4, 8, 16]),
+            ((1, 1, 2), "GBGBGBGBG", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
+            ((32, 2, 2), "GBGBGBG", [32, 16, 16, 8, 8, 4, 4]),
+            ((4, 2, 3), "GGBGG", [4, 12, 4, 4, 12]),
+            ((4, 2, 2), "BGGGBGBGGGB", [2, 2, 4, 4, 2, 2, 1, 1, 2, 2, 1]),
         ],
     )
-    def test_the_dynamic_loss_scale(self, item, arguments, flags, expected):
-        del item
+    def test_the_dynamic_loss_scale(self, arguments, flags, expected):
         assert expected == self.dynamic_scales(flags, *arguments)
 
     def test_growth_of_a_loss_scale_stops_at_the_largest_float32(self):

@@ -46,13 +46,13 @@ SUITES = {
     "core": Suite(("tests/core",), {}),
     "tensorflow": tensorflow(
         *("conformance", "modes", "gradients", "headroom", "checkpoints", "optimizer"),
-        *("results", "tf_keras", "tensorflow_1", "example"),
+        *("results", "tf_keras", "tensorflow_1", "example", "recording"),
     ),
     "tensorflow-traces": tensorflow("traces"),
     "keras-tensorflow": keras("tensorflow"),
     "keras-jax": keras("jax"),
     "keras-torch": keras("torch"),
-    "tensorflow-originals": tensorflow("against_tensorflow"),
+    "tensorflow-beside": tensorflow("beside_tensorflow"),
     "tensorflow-replicas": tensorflow("strategies", "multi_worker"),
     "tensorflow-faults": Suite(("tests/faults/test_tensorflow_faults.py",), {}),
     "keras-faults-tensorflow": keras_faults("tensorflow"),
@@ -65,16 +65,21 @@ SUITES = {
             "tests/packaging",
             "tests/demo",
             "tests/diagnostics",
+            # Skipped where the tracker is missing.
+            "tests/loggers",
             "tests/adapters/test_numpy.py",
         ),
         {},
     ),
+    # Skipped where Playwright or chromium is missing.
+    "browser": Suite(("tests/browser",), {}),
     # Every code block of the README and the pages, every example in a docstring.
     "documents": Suite(("README.md", "PACKAGE.md", "docs", "src"), {}),
     "jax": Suite(("tests/adapters/jax",), {}),
     # Apart: the adapter's tests hold the whole process to strict promotion.
     "jax-presets": Suite(("tests/compat/test_jax.py",), {}),
     "optax": Suite(("tests/adapters/optax",), {}),
+    "jax-faults": Suite(("tests/faults/test_jax_faults.py",), {}),
     "torch": Suite(("tests/compat/test_torch.py", "tests/adapters/torch"), {}),
     "torch-faults": Suite(("tests/faults/test_torch_faults.py",), {}),
     "torch-ranks": Suite(("tests/distributed",), {}),

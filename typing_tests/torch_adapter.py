@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import lossscale.torch as ls
+import lossscale.torch.classic as torch_classic
 from lossscale import Dynamic, Fixed, Policy, ScaleState, Signal, presets
 from lossscale.core import classic
 
@@ -17,13 +18,13 @@ reports: list[ls.StepReport] = []
 
 scaler: ls.GradScaler = ls.GradScaler()
 scaler = ls.GradScaler("cuda", 2.0**10, 2.0, 0.5, 100, True)
-scaler = ls.GradScaler("cpu", policy=Dynamic(hysteresis=2), observer=reports.append)
+scaler = ls.GradScaler("cpu", policy=Dynamic(hysteresis=2), on_step=reports.append)
 scaler = ls.GradScaler("cpu", policy=presets.get("torch"), module=model)
 scaler = ls.GradScaler("cpu", names={"weight": model.weight}, measure_norm=True)
 scaler = ls.GradScaler(
     "cpu",
     names=[("weight", model.weight)],
-    on_no_gradients="clean step",
+    on_no_gradients="ignore",
     allow_fp16=True,
     max_consecutive_skips=None,
     on_collapse="raise",
@@ -39,10 +40,10 @@ scaler.update()
 scaler.update(8.0)
 scaler.step_scheduler(torch.optim.lr_scheduler.ExponentialLR(inner, 0.9), wait=True)
 scaler.flush()
-gate: Any = scaler.gate()
+gate: Any = scaler.step_applied()
 own: Policy = scaler.policy
 now: ScaleState = scaler.state
-counted: int = scaler.steps + scaler.skipped + scaler.consecutive_skips
+counted: int = scaler.total_steps + scaler.skipped_steps + scaler.consecutive_skips
 saved: dict[str, Any] = scaler.state_dict()
 scaler.load_state_dict(saved)
 
@@ -51,7 +52,7 @@ if report is not None:
     applied: bool = report.applied
     reason: str | None = report.reason
     measured: float | None = report.norm
-    names: tuple[str, ...] = report.culprits
+    names: tuple[str, ...] = report.nonfinite_names
     by_one: bool | None = report.applied_by(inner)
     report.missing  # type: ignore[attr-defined]
 
@@ -64,21 +65,23 @@ seen: Signal = signal
 state = ls.update(policy, state, signal)
 chosen: Any = ls.select(signal.finite, unscaled, unscaled)
 
-manager: ls.LossScaleManager = ls.ExponentialUpdateLossScaleManager(
-    8.0, 2, floor=0.5, at_floor="clamp"
+manager: torch_classic.LossScaleManager = (
+    torch_classic.ExponentialUpdateLossScaleManager(8.0, 2, floor=0.5, at_floor="clamp")
 )
-fixed_manager: ls.LossScaleManager = ls.FixedLossScaleManager(8.0)
+fixed_manager: torch_classic.LossScaleManager = torch_classic.FixedLossScaleManager(8.0)
 manager.update_loss_scale(True)
-fixed: ls.LossScale = ls.FixedLossScale(8)
-dynamic: ls.DynamicLossScale = ls.DynamicLossScale(8.0, increment_period=100)
+fixed: torch_classic.LossScale = torch_classic.FixedLossScale(8)
+dynamic: torch_classic.DynamicLossScale = torch_classic.DynamicLossScale(
+    8.0, increment_period=100
+)
 operation, should_apply = dynamic.update([torch.ones(()), None])
 numbers: dict[str, float] = dynamic.state_dict()
 dynamic.load_state_dict(numbers)
-found: classic.LossScale | None = ls.get("dynamic")
+found: classic.LossScale | None = torch_classic.get("dynamic")
 
-optimizer = ls.LossScaleOptimizer(inner, dynamic, skip_nonfinite=True)
+optimizer = torch_classic.LossScaleOptimizer(inner, dynamic, skip_nonfinite=True)
 for identifier in (manager, fixed, 8, 8.0, "dynamic"):
-    ls.LossScaleOptimizer(inner, loss_scale_manager=identifier)
+    torch_classic.LossScaleOptimizer(inner, loss_scale_manager=identifier)
 optimizer.zero_grad()
 optimizer.backward(loss, retain_graph=True)
 optimizer.step()
@@ -89,7 +92,7 @@ optimizer.load_state_dict(optimizer.state_dict())
 groups: list[dict[str, Any]] = optimizer.param_groups
 
 sharded: ls.GradScaler = ls.ShardedGradScaler("cpu", 8.0, 0.5, 2.0, 100, True, None)
-ls.GradScaler("cpu", process_group=[], meshes=None, sharded=None)
+ls.GradScaler("cpu", process_groups=[], meshes=None, shard_groups=None)
 
 ls.GradScaler("cpu", policy=8.0)  # type: ignore[arg-type]
 ls.GradScaler("cpu", 8.0, 2.0, 0.5, 100, True, Dynamic())  # type: ignore[call-arg]
@@ -98,6 +101,6 @@ scaler.step_scheduler()  # type: ignore[call-arg]
 ls.GradScaler("cpu", on_collapse="stop")  # type: ignore[arg-type]
 ls.GradScaler("cpu", on_no_gradients="ignore it")  # type: ignore[arg-type]
 scaled_losses: list[Any] = scaler.scale([loss, loss])
-ls.LossScaleOptimizer(inner)  # type: ignore[call-arg]
-ls.LossScaleOptimizer(inner, None)  # type: ignore[arg-type]
+torch_classic.LossScaleOptimizer(inner)  # type: ignore[call-arg]
+torch_classic.LossScaleOptimizer(inner, None)  # type: ignore[arg-type]
 wrong: ScaleState = ls.init(Fixed)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@
 
 A step is made of eight micro-batches. Every fifth step one of them has a broken row,
 beyond what float16 can hold, and its gradients are not finite. In `.grad` that one
-spoils the sum of all eight: torch's scaler loses the step. `accumulate` looks at each
+spoils the sum of all eight: torch's scaler loses the step. `accumulate` checks each
 micro-batch, leaves the bad one out, and the step is made of the other seven.
 
 The same is computed once more, in float32 and with the bad micro-batches left out by

@@ -7,7 +7,7 @@
 A small network is trained in float32, stored in float16 and frozen; peft puts a LoRA
 adapter on it, which learns a task that is a little different. There are two ways:
 
-1. peft makes the adapter float32, which it does unless told otherwise. Its gradients
+1. peft makes the adapter float32, which is its default. Its gradients
    are float32, and the scaler divides them without a loss.
 2. The adapter is float16 like the base. torch's scaler refuses its gradients, ours
    takes them with `allow_fp16=True`. They are float16 again after the division, where

@@ -5,8 +5,8 @@
     python examples/recipes/resume_from_torch.py
 
 Three legs of 30 steps, with a checkpoint after each: the first with torch's scaler, the
-second with ours, the third with torch's again. The scale doubles after 20 clean steps
-and the legs end in between, so the count of clean steps has to come along with the
+second with ours, the third with torch's again. The scale doubles after 20 finite steps
+and the legs end in between, so the count of finite steps has to come along with the
 scale. In the end every weight is what it is without any change of class.
 """
 
@@ -70,8 +70,8 @@ if __name__ == "__main__":
     for (scale, tracker, scaler), (right, count, _) in zip(seen, without, strict=True):
         name = "ours" if isinstance(scaler, GradScaler) else "torch's"
         same = (scale, tracker) == (right, count)
-        print(f"{name:8} scale {scale:g}, {tracker} clean steps, as without: {same}")
-    ours = seen[1][2]
-    print(f"ours counted {ours.steps} steps of its own, {ours.skipped} skipped")
+        print(f"{name:8} scale {scale:g}, {tracker} finite steps, as without: {same}")
+    total, skipped = seen[1][2].total_steps, seen[1][2].skipped_steps
+    print(f"ours counted {total} steps of its own, {skipped} skipped")
     same = all(map(torch.equal, expected, found))
     print(f"weights the same to the bit: {same}")

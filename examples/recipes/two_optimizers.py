@@ -5,8 +5,8 @@
     python examples/recipes/two_optimizers.py
 
 At one of ten steps a gradient is infinite: that of a bias, which belongs to AdamW. With
-torch's scaler each optimizer looks at its own gradients. Muon's are finite, so it moves
-on while AdamW stands still, and the schedules count a step for both. `step_all` asks
+torch's scaler each optimizer checks its own gradients. Muon's are finite, so it moves
+on while AdamW does not, and the schedules count a step for both. `step_all` asks
 once for all of them, and `step_scheduler` steps a schedule only if its optimizer moved.
 """
 

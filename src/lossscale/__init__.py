@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss scaling for mixed-precision training, once, for every framework.
 
-This module holds the names that need no framework and loads nothing but the standard
-library. The frameworks' modules (`lossscale.numpy`, ...) are imported by name.
+These names need no framework: importing `lossscale` loads the standard library alone.
+Import a framework's module (`lossscale.torch`, `lossscale.jax`, ...) by its name.
 """
 
-from lossscale.core import errors, presets
+from lossscale import convert, errors, presets
 from lossscale.core.policies import Dynamic, Fixed, Policy
-from lossscale.core.portable import from_portable, to_portable
+from lossscale.core.portable import from_portable, load, save, to_portable
 from lossscale.core.state import ScaleState, Signal
 
 __all__ = [
@@ -16,9 +16,12 @@ __all__ = [
     "Policy",
     "ScaleState",
     "Signal",
+    "convert",
     "errors",
     "from_portable",
+    "load",
     "presets",
+    "save",
     "to_portable",
 ]
 

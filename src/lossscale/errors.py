@@ -2,18 +2,18 @@
 """The exception tree: everything that lossscale raises on purpose.
 
     LossScaleError
-    ├── SettingError          (ValueError)   a setting no policy can work with
-    ├── SettingTypeError      (TypeError)    a setting of the wrong kind
-    ├── GradientError         (TypeError)    a gradient, loss or flag of no use
+    ├── SettingError          (ValueError)   a setting that no policy accepts
+    ├── SettingTypeError      (TypeError)    a setting of the wrong type
+    ├── GradientError         (TypeError)    a gradient, loss or flag of the wrong type
     ├── StructureError        (ValueError)   two nested structures that do not match
     ├── StateError            (ValueError)   a saved state that cannot be used
-    ├── ContextError          (ValueError)   a call from a place where it cannot work
-    ├── CollapseError         (FloatingPointError)  nothing but skipped steps
-    ├── DriftError            (RuntimeError) ranks whose scales have come apart
-    └── MissingPackageError   (ImportError)  an optional part that is not installed
+    ├── ContextError          (ValueError)   a call in a context that forbids it
+    ├── CollapseError         (FloatingPointError)  too many skipped steps in a row
+    ├── DriftError            (RuntimeError) loss scales that differ between ranks
+    └── MissingPackageError   (ImportError)  a package that is not installed
 
-`CollapseWarning` (a UserWarning) says what `CollapseError` says, where it is not to
-stop the training.
+`CollapseWarning` (a UserWarning) reports the same as `CollapseError` without stopping
+the training.
 
 Each is also the builtin exception that a caller would have caught, so code written
 for the libraries we replace keeps working. Every message says what was given, what
@@ -24,17 +24,17 @@ was expected and what to type.
 class LossScaleError(Exception):
     """Base class of every exception that lossscale raises on purpose."""
 
-    # tf.function hands on exceptions of a kind that has no constructor of its own, and
-    # turns others into its StagingError. Without this line that is ValueError's.
+    # tf.function re-raises exceptions whose class has no constructor of its own, and
+    # turns others into its StagingError. Without this line it would find ValueError's.
     __init__ = Exception.__init__
 
 
 class SettingError(LossScaleError, ValueError):
-    """A policy or class was given a value that it cannot work with."""
+    """A policy or class was given a value that it does not accept."""
 
 
 class SettingTypeError(LossScaleError, TypeError):
-    """A policy or class was given a value of the wrong kind."""
+    """A policy or class was given a value of the wrong type."""
 
 
 class GradientError(LossScaleError, TypeError):
@@ -50,19 +50,19 @@ class StateError(LossScaleError, ValueError):
 
 
 class ContextError(LossScaleError, ValueError):
-    """A call came from a place where it cannot work, such as another graph."""
+    """A call was made in a context that does not allow it, such as another graph."""
 
 
 class CollapseError(LossScaleError, FloatingPointError):
-    """So many steps in a row were skipped that the training stands still."""
+    """So many steps in a row were skipped that nothing is being trained."""
 
 
 class DriftError(LossScaleError, RuntimeError):
-    """The ranks of a distributed training have different scales."""
+    """The ranks of a distributed training have different loss scales."""
 
 
 class CollapseWarning(UserWarning):
-    """So many steps in a row were skipped that the training stands still."""
+    """So many steps in a row were skipped that nothing is being trained."""
 
 
 class MissingPackageError(LossScaleError, ImportError):

@@ -5,8 +5,8 @@ import pytest
 from conformance import (
     ClassicConformance,
     Framework,
-    FunctionalConformance,
     HeadroomConformance,
+    VerbConformance,
 )
 
 import lossscale.numpy as ls
@@ -14,7 +14,7 @@ from lossscale import Fixed, ScaleState, Signal
 from lossscale.errors import GradientError, SettingError
 
 
-class TestNumpy(FunctionalConformance, HeadroomConformance, ClassicConformance):
+class TestNumpy(VerbConformance, HeadroomConformance, ClassicConformance):
     framework = Framework(module=ls, array=np.asarray, numpy=np.asarray)
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 from helpers.limits import HANG_SECONDS
 from helpers.processes import run_process
+from helpers.runs import record_run
 
 from lossscale import Dynamic, to_portable
 
@@ -92,7 +93,8 @@ def test_the_pages_with_commands_are_found():
 
 @pytest.mark.parametrize("page", pages_with_commands(), ids=lambda page: page.name)
 def test_the_commands_of_a_page_print_what_it_shows(page, tmp_path):
-    # The README converts a file that its reader has.
+    # The pages convert and report on files that their reader has.
+    record_run(tmp_path / "run.jsonl", 200)
     state = to_portable(Dynamic(), Dynamic().init())
     (tmp_path / "scaler.json").write_text(json.dumps(state), encoding="utf-8")
     for shown in shown_in(page):
@@ -103,7 +105,7 @@ def test_the_commands_of_a_page_print_what_it_shows(page, tmp_path):
 
 
 def test_the_readme_shows_every_command():
-    names = {"demo", "simulate", "presets", "convert", "doctor"}
+    names = {"demo", "report", "watch", "simulate", "presets", "convert", "doctor"}
     commands = [shown.command for shown in shown_in(ROOT / "README.md")]
     assert names == {words[1] for words in commands if words[0] == "lossscale"}
 

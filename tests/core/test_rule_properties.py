@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -76,6 +77,7 @@ def walk(policy, flags):
         state = after
 
 
+@pytest.mark.slow
 @given(policies(), steps)
 @example(Dynamic(), [False] * 300)
 @example(Dynamic(growth_interval=1), [True] * 300)
@@ -85,6 +87,7 @@ def test_the_scale_stays_within_its_bounds(policy, flags):
         assert low <= after.scale <= high
 
 
+@pytest.mark.slow
 @given(policies(), steps)
 def test_the_scale_and_its_reciprocal_are_never_zero_infinite_or_nan(policy, flags):
     for _, _, after in walk(policy, flags):
@@ -119,6 +122,7 @@ def test_a_power_of_two_stays_one(policy, flags):
         assert math.frexp(after.scale)[0] == 0.5
 
 
+@pytest.mark.slow
 @given(policies(), steps)
 def test_counters_never_go_below_zero_and_good_stays_below_its_threshold(policy, flags):
     for _, flag, after in walk(policy, flags):
@@ -151,6 +155,7 @@ def test_counters_above_their_thresholds_fire_at_once(policy, good, bad, finite)
         assert after.scale <= state.scale
 
 
+@pytest.mark.slow
 @given(policies(), steps)
 def test_a_vector_of_scales_is_the_same_as_each_alone(policy, flags):
     starts = [policy.min_scale, policy.init_scale, policy.max_scale]

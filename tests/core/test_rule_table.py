@@ -85,6 +85,7 @@ def configurations():
 SCALES = (0.25, 0.5, 1.0, 1.5, 2.0, 8.0, 2.0**18, 2.0**19, 1.5 * 2**19, 2.0**20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finite", [True, False])
 def test_every_transition_is_that_of_the_table(finite):
     checked = 0

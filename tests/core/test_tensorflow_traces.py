@@ -60,9 +60,22 @@ def test_the_settings_that_are_left_out_are_few_and_each_is_refused():
             ls.DynamicLossScale(**config)
 
 
-@pytest.mark.parametrize(
-    "row", rows(EXPONENTIAL, usable_exponential), ids=lambda r: r["name"]
-)
+def cases(files, usable):
+    """Return every trace as a case; of the random ones all but a few are slow."""
+    quick = ("random_00", "random_10")
+    return [
+        pytest.param(
+            row,
+            id=row["name"],
+            marks=[pytest.mark.slow]
+            if row["name"].startswith("random_") and not row["name"].startswith(quick)
+            else [],
+        )
+        for row in rows(files, usable)
+    ]
+
+
+@pytest.mark.parametrize("row", cases(EXPONENTIAL, usable_exponential))
 def test_the_exponential_manager_replays_the_original(row):
     manager = ls.ExponentialUpdateLossScaleManager(**row["config"], at_floor="clamp")
     expected = list(zip(row["scale"], row["good"], row["bad"], strict=True))
@@ -75,7 +88,7 @@ def test_the_exponential_manager_replays_the_original(row):
     assert manager.get_loss_scale() == row["scale"][-1]
 
 
-@pytest.mark.parametrize("row", rows(DYNAMIC, usable_dynamic), ids=lambda r: r["name"])
+@pytest.mark.parametrize("row", cases(DYNAMIC, usable_dynamic))
 def test_the_dynamic_loss_scale_replays_the_original(row):
     loss_scale = ls.DynamicLossScale(**row["config"])
     expected = list(zip(row["scale"], row["good"], row["should_apply"], strict=True))
@@ -110,6 +123,7 @@ def test_a_fixed_scale_replays_the_original(file, make):
                 assert scale == fixed()
 
 
+@pytest.mark.slow
 def test_the_preset_tensorflow_contrib_takes_the_steps_of_the_traces():
     sequences = 0
     for row in rows(EXPONENTIAL, usable_exponential):
@@ -132,6 +146,7 @@ def test_hold_does_not_apply_an_update_that_would_end_below_the_floor():
     assert np.float32(1.0) == clamped.get_loss_scale()
 
 
+@pytest.mark.slow
 def test_hold_and_clamp_differ_only_where_the_floor_is_touched():
     for row in rows(EXPONENTIAL, usable_exponential):
         if row["config"]["init_loss_scale"] < 1:

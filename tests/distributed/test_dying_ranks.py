@@ -19,7 +19,7 @@ def step_until(dies_at, path):
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=path == "fused")
     shared = world if path == "clip" else None
     scaler = GradScaler(
-        "cpu", 8.0, growth_interval=1, process_group=world, sharded=shared
+        "cpu", 8.0, growth_interval=1, process_groups=world, shard_groups=shared
     )
     states = []
     for step in range(5):

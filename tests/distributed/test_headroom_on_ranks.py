@@ -24,7 +24,7 @@ def skip_once(path, values):
         )
     weight = torch.nn.Parameter(start)
     optimizer = torch.optim.AdamW([weight], lr=1.0, fused=path == "fused")
-    scaler = GradScaler("cpu", process_group=group)
+    scaler = GradScaler("cpu", process_groups=group)
     scaler.scale(torch.ones(()))
     weight.grad = torch.ones_like(weight)
     here = weight.grad.to_local() if path == "DTensor" else weight.grad

@@ -30,9 +30,7 @@ def step_after_a_failed_look(fused, overrides):
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.25, fused=fused)
     world = torch.distributed.group.WORLD
-    scaler = kind(
-        "cpu", init_scale=8.0, process_group=world, on_no_gradients="clean step"
-    )
+    scaler = kind("cpu", init_scale=8.0, process_groups=world, on_no_gradients="ignore")
     good = scaler.state_dict()
     if rank == 1:
         scaler.load_state_dict({**good, "_growth_tracker": 5})
@@ -95,7 +93,7 @@ def own_look(fused):
     rank = torch.distributed.get_rank()
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.25, fused=fused)
-    scaler = Mine("cpu", 8.0, process_group=torch.distributed.group.WORLD)
+    scaler = Mine("cpu", 8.0, process_groups=torch.distributed.group.WORLD)
     scales = []
     for step in range(3):
         optimizer.zero_grad()
@@ -165,7 +163,7 @@ def scales_of_a_policy(field, path):
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     world = torch.distributed.group.WORLD
-    scaler = GradScaler("cpu", policy=ByMeasurement(), process_group=world)
+    scaler = GradScaler("cpu", policy=ByMeasurement(), process_groups=world)
     scales = []
     for _ in range(2):
         optimizer.zero_grad()
@@ -201,7 +199,7 @@ def norm_of_one_pair():
     )
     optimizer = torch.optim.SGD([weight], lr=1.0)
     world = torch.distributed.group.WORLD
-    scaler = GradScaler("cpu", init_scale=1.0, process_group=world)
+    scaler = GradScaler("cpu", init_scale=1.0, process_groups=world)
     scaler.scale(torch.ones(()))
     weight.grad = torch.zeros_like(weight)
     local(weight.grad).fill_(3e38 if torch.distributed.get_rank() > 1 else 1.0)
@@ -229,7 +227,9 @@ def stages_of_two_kinds(bad_rank, clips):
     first = distribute_tensor(torch.zeros(4), mesh["dp"], [Shard(0)])
     weight = torch.nn.Parameter(first if rank < 2 else torch.zeros(4))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = GradScaler("cpu", 8.0, meshes=mesh, sharded=mesh["pp"] if clips else None)
+    scaler = GradScaler(
+        "cpu", 8.0, meshes=mesh, shard_groups=mesh["pp"] if clips else None
+    )
     scaler.scale(torch.ones(()))
     weight.grad = torch.zeros_like(weight)
     local(weight.grad).fill_(8.0)
@@ -327,7 +327,7 @@ def declared_twice(clips):
     )
     own = torch.nn.Parameter(torch.zeros(5))
     optimizer = torch.optim.SGD([whole, own], lr=1.0, foreach=False)
-    scaler = GradScaler("cpu", 8.0, sharded=mesh)
+    scaler = GradScaler("cpu", 8.0, shard_groups=mesh)
     scaler.scale(torch.ones(()))
     for weight in (whole, own):
         weight.grad = torch.zeros_like(weight)
@@ -357,7 +357,7 @@ def stages_without_parts(norm_type, whole):
     weight = torch.nn.Parameter(first if rank < 2 else torch.zeros(4))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     world = torch.distributed.group.WORLD
-    scaler = GradScaler("cpu", 8.0, process_group=world)
+    scaler = GradScaler("cpu", 8.0, process_groups=world)
     seen = []
     for step in range(2):
         scaler.scale(torch.ones(()))

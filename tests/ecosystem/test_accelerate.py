@@ -152,7 +152,11 @@ def test_an_infinite_loss_leaves_the_weights_and_holds_the_schedule(kind):
     assert run.optimizer.step_was_skipped
     assert run.accelerator.optimizer_step_was_skipped
     assert ([0.05], 512.0) == (run.scheduler.get_last_lr(), scaler.get_scale())
-    assert (2, 1, "loss") == (scaler.steps, scaler.skipped, scaler.last_step.reason)
+    assert (2, 1, "loss") == (
+        scaler.total_steps,
+        scaler.skipped_steps,
+        scaler.last_step.reason,
+    )
     step(run)
     assert not run.optimizer.step_was_skipped
     assert not run.accelerator.optimizer_step_was_skipped
@@ -219,7 +223,7 @@ def test_training_is_that_of_torchs_scaler(kind):
 
 def test_a_policy_and_an_observer_go_in_with_the_scaler():
     seen = []
-    scaler = GradScaler("cpu", policy=Dynamic(hysteresis=2), observer=seen.append)
+    scaler = GradScaler("cpu", policy=Dynamic(hysteresis=2), on_step=seen.append)
     run = start(scaler)
     for factor in (1e-3, INF, INF):
         step(run, factor)
@@ -244,12 +248,12 @@ def test_the_alarm_goes_off_in_the_step_and_training_can_go_on(kind):
     )
     run = start(scaler, kind)
     step(run, INF)
-    with pytest.raises(errors.CollapseError, match="2 steps in a row were skipped"):
+    with pytest.raises(errors.CollapseError, match="2 consecutive steps were skipped"):
         step(run, INF)
     before = weights(run)
     step(run)
     assert not run.optimizer.step_was_skipped
-    assert (3, 2) == (scaler.steps, scaler.skipped)
+    assert (3, 2) == (scaler.total_steps, scaler.skipped_steps)
     assert not torch.equal(before[0], weights(run)[0])
 
 
@@ -316,7 +320,7 @@ def test_a_step_that_cannot_be_clipped_is_skipped(kind, clip):
     scaler = GradScaler("cpu", init_scale=1024.0)
     norms, found = clipped(scaler, kind, clip, [INF])
     assert not norms.isfinite().any()
-    assert (1, 512.0) == (scaler.skipped, scaler.get_scale())
+    assert (1, 512.0) == (scaler.skipped_steps, scaler.get_scale())
     check_equal(weights(start(None)), found)
 
 
@@ -368,14 +372,17 @@ def test_accumulation_is_the_same_as_with_torchs_scaler(kind):
         for made in (torch.amp.GradScaler, GradScaler)
     )
     check_equal(weights(theirs), weights(ours))
-    assert 3 == ours.accelerator.scaler.steps
+    assert 3 == ours.accelerator.scaler.total_steps
     assert [0.1 / 8] == ours.scheduler.get_last_lr() == theirs.scheduler.get_last_lr()
 
 
 @every_kind
 def test_a_bad_micro_batch_skips_the_step_it_belongs_to(kind):
     run = accumulated(GradScaler("cpu", init_scale=1024.0), kind, [1.0, 1.0, INF, 1.0])
-    assert (2, 1) == (run.accelerator.scaler.steps, run.accelerator.scaler.skipped)
+    assert (2, 1) == (
+        run.accelerator.scaler.total_steps,
+        run.accelerator.scaler.skipped_steps,
+    )
     assert run.optimizer.step_was_skipped
     assert [0.05] == run.scheduler.get_last_lr()
 
@@ -388,7 +395,10 @@ def test_a_bad_micro_batch_can_be_left_out_of_the_step(kind):
     run = accumulated(
         GradScaler("cpu", init_scale=1024.0), kind, [INF, 1.0], after=leave_out
     )
-    assert (1, 0) == (run.accelerator.scaler.steps, run.accelerator.scaler.skipped)
+    assert (1, 0) == (
+        run.accelerator.scaler.total_steps,
+        run.accelerator.scaler.skipped_steps,
+    )
     assert (512.0, [0.05]) == (
         run.accelerator.scaler.get_scale(),
         run.scheduler.get_last_lr(),
@@ -488,7 +498,9 @@ def test_a_saved_run_goes_on_as_if_it_had_not_stopped(kind, tmp_path):
     resumed = fresh()
     resumed.accelerator.load_state(str(tmp_path))
     assert saved == resumed.accelerator.scaler.state_dict()
-    assert (3, 1, 1) == tuple(saved[n] for n in ("steps", "skipped", "_growth_tracker"))
+    assert (3, 1, 1) == tuple(
+        saved[n] for n in ("total_steps", "skipped_steps", "_growth_tracker")
+    )
     for factor in BAD_IN_BETWEEN[3:]:
         step(resumed, factor)
     check_equal(weights(through), weights(resumed))

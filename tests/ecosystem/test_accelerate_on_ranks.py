@@ -95,8 +95,8 @@ def made(way, whose, settings):
 def start(way, whose="ours", kind="plain", settings=SETTINGS):
     """Return a run at its first step: the same weights every time, a rate of 0.1."""
     accelerator = turned_on(way)
-    if settings.get("process_group") == "all":
-        settings = {**settings, "process_group": torch.distributed.group.WORLD}
+    if settings.get("process_groups") == "all":
+        settings = {**settings, "process_groups": torch.distributed.group.WORLD}
     accelerator.scaler = made(way, whose, settings)
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -179,7 +179,7 @@ def test_an_infinite_loss_of_one_rank_skips_the_step_on_all(ranks, kind):
 
 @plain_or_fused
 def test_a_gradient_that_one_rank_alone_has_wrong_skips_the_step_on_all(ranks, kind):
-    settings = {**SETTINGS, "process_group": "all"}
+    settings = {**SETTINGS, "process_groups": "all"}
     found = ranks.run(train, "DDP", "ours", kind, "gradient", settings)
     check_skipped(found)
     assert found[0]["weights"] == found[1]["weights"]
@@ -188,7 +188,7 @@ def test_a_gradient_that_one_rank_alone_has_wrong_skips_the_step_on_all(ranks, k
 def loss_that_is_bad_on_one_rank(process_group):
     """Skip by a policy that asks whether the loss was finite; return the scale."""
     policy = Dynamic(init_scale=1024.0, hold_on_nonfinite_loss=True)
-    settings = {"policy": policy, "process_group": process_group}
+    settings = {"policy": policy, "process_groups": process_group}
     run = start("DDP", settings=settings)
     step(run, "loss")
     return run.accelerator.scaler.get_scale()
@@ -307,9 +307,9 @@ def resumed(way, whose, kind, folder, again):
 def test_a_saved_run_goes_on_as_if_it_had_not_stopped(ranks, tmp_path, way, kind):
     arguments = way, "ours", kind, str(tmp_path), way == "FSDP2"
     for saved, loaded, through, end in ranks.run(resumed, *arguments):
-        assert (3, 1) == (saved["steps"], saved["skipped"])
+        assert (3, 1) == (saved["total_steps"], saved["skipped_steps"])
         assert saved == loaded
-        assert (6, 2) == (through[1]["steps"], through[1]["skipped"])
+        assert (6, 2) == (through[1]["total_steps"], through[1]["skipped_steps"])
         assert through == end
 
 
@@ -320,7 +320,7 @@ def test_loading_counts_as_a_clean_step_under_fsdp2(ranks, tmp_path, whose):
     for saved, loaded, _, _ in ranks.run(resumed, *arguments):
         assert saved["_growth_tracker"] + 1 == loaded["_growth_tracker"]
         if whose == "ours":
-            assert saved["steps"] + 1 == loaded["steps"]
+            assert saved["total_steps"] + 1 == loaded["total_steps"]
 
 
 def states_of_adamw(whose, folder):

@@ -87,8 +87,8 @@ def test_an_infinite_loss_is_skipped_and_the_report_says_why(fused):
     assert not torch.equal(run.weights[1], run.weights[2])
     report = run.reports[1]
     assert (False, "loss", 1024.0) == (report.applied, report.reason, report.scale)
-    assert 1 == len(report.culprits)
-    assert (6, 1) == (run.scaler.steps, run.scaler.skipped)
+    assert 1 == len(report.nonfinite_names)
+    assert (6, 1) == (run.scaler.total_steps, run.scaler.skipped_steps)
 
 
 def test_names_may_come_from_the_module_that_fabric_has_set_up():
@@ -96,7 +96,7 @@ def test_names_may_come_from_the_module_that_fabric_has_set_up():
     plugin = run.fabric.strategy.precision
     plugin.scaler = run.scaler = GradScaler("cpu", **SETTINGS, module=run.layer.module)
     run.train(bad=(1,))
-    assert ("bias",) == run.reports[1].culprits
+    assert ("bias",) == run.reports[1].nonfinite_names
 
 
 @fused_or_not
@@ -214,7 +214,7 @@ def test_accumulate_leaves_the_bad_micro_batch_out(fused):
     alone.raw.param_groups[0]["lr"] = 0.2
     alone.train([0])
     torch.testing.assert_close(run.weights, alone.weights, rtol=1e-6, atol=1e-7)
-    assert ([512.0], 0) == (run.scales, run.scaler.skipped)
+    assert ([512.0], 0) == (run.scales, run.scaler.skipped_steps)
 
 
 # -- checkpoints -----------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, first, seco
     assert torch.equal(whole.weights[-1], run.weights[-1])
     if first is GradScaler:
         assert whole.scaler.state_dict() == run.scaler.state_dict()
-        assert (6, 1) == (run.scaler.steps, run.scaler.skipped)
+        assert (6, 1) == (run.scaler.total_steps, run.scaler.skipped_steps)
 
 
 def test_fabric_saves_no_scaler_by_itself(tmp_path):
@@ -288,4 +288,7 @@ def test_the_plugin_for_fsdp_uses_a_scaler_that_is_assigned():
         plugin.backward(weight * factor, None)
         plugin.optimizer_step(optimizer)
     assert 0.5 == weight.item()
-    assert (2, 1) == (plugin.state_dict()["steps"], plugin.state_dict()["skipped"])
+    assert (2, 1) == (
+        plugin.state_dict()["total_steps"],
+        plugin.state_dict()["skipped_steps"],
+    )

@@ -157,9 +157,9 @@ def test_an_infinite_loss_is_skipped_and_the_report_says_why(style, fused):
     assert BATCHES - 1 == state["step"].item()
     report = model.reports[1]
     assert (False, "loss", 1024.0) == (report.applied, report.reason, report.scale)
-    assert ("layer.bias",) == report.culprits
+    assert ("layer.bias",) == report.nonfinite_names
     assert [True, False, True, True, True, True] == [r.applied for r in model.reports]
-    assert (BATCHES, 1) == (scaler.steps, scaler.skipped)
+    assert (BATCHES, 1) == (scaler.total_steps, scaler.skipped_steps)
 
 
 @both
@@ -169,14 +169,14 @@ def test_global_step_and_max_steps_count_skipped_steps(kind):
     (state, *_) = model.trainer.optimizers[0].state.values()
     assert 2 == state["step"].item()
     if kind is GradScaler:
-        assert (3, 1) == (model.scaler.steps, model.scaler.skipped)
+        assert (3, 1) == (model.scaler.total_steps, model.scaler.skipped_steps)
 
 
 def test_a_batch_without_a_loss_is_a_step_to_lightning_and_none_to_the_scaler():
     model = fitted(Model(missing=(2,)))
     check_same(fitted(Model(missing=(2,)), THEIRS), model)
     assert BATCHES == model.trainer.global_step
-    assert (BATCHES - 1, 0) == (model.scaler.steps, model.scaler.skipped)
+    assert (BATCHES - 1, 0) == (model.scaler.total_steps, model.scaler.skipped_steps)
 
 
 # -- clipping --------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_one_bad_micro_batch_spoils_the_step_as_with_torchs_scaler(fused):
     model = fitted(Model(bad=(1,), fused=fused), accumulate_grad_batches=3)
     check_same(expected, model)
     assert 2 == model.trainer.global_step
-    assert (2, 1) == (model.scaler.steps, model.scaler.skipped)
+    assert (2, 1) == (model.scaler.total_steps, model.scaler.skipped_steps)
 
 
 class WithoutBadOnes(Model):
@@ -330,7 +330,11 @@ def test_accumulate_leaves_the_bad_micro_batch_out(fused):
     # One of two is left and counts twice: a half and a double are exact.
     alone = fitted(Model(kind=torch.optim.SGD), THEIRS, limit_train_batches=1)
     assert torch.equal(alone.weights[-1], model.weights[-1])
-    assert (1, 0, 512.0) == (model.scaler.steps, model.scaler.skipped, model.scales[-1])
+    assert (1, 0, 512.0) == (
+        model.scaler.total_steps,
+        model.scaler.skipped_steps,
+        model.scales[-1],
+    )
 
 
 # -- schedules -------------------------------------------------------------------------
@@ -456,7 +460,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path):
     assert whole.rates == half.rates + model.rates
     assert torch.equal(whole.weights[-1], model.weights[-1])
     assert whole.scaler.state_dict() == scaler.state_dict()
-    assert (12, 2) == (scaler.steps, scaler.skipped)
+    assert (12, 2) == (scaler.total_steps, scaler.skipped_steps)
 
 
 def test_a_checkpoint_holds_the_state_of_the_scaler_in_full(tmp_path):
@@ -469,9 +473,9 @@ def test_a_checkpoint_holds_the_state_of_the_scaler_in_full(tmp_path):
         "backoff_factor": 0.5,
         "growth_interval": 2,
         "_growth_tracker": 0,
-        "bad": 0,
-        "steps": 6,
-        "skipped": 2,
+        "bad_steps": 0,
+        "total_steps": 6,
+        "skipped_steps": 2,
         "consecutive_skips": 1,
     }
     assert expected == saved
@@ -540,4 +544,7 @@ def test_the_plugin_for_fsdp_uses_a_scaler_that_is_assigned():
     trainer.fit(model)
     assert [1024.0, 512.0, 512.0, 1024.0, 1024.0, 2048.0] == model.scales
     assert torch.equal(model.weights[0], model.weights[1])
-    assert (6, 1) == (plugin.state_dict()["steps"], plugin.state_dict()["skipped"])
+    assert (6, 1) == (
+        plugin.state_dict()["total_steps"],
+        plugin.state_dict()["skipped_steps"],
+    )

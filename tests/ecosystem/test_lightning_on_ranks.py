@@ -65,7 +65,7 @@ def made(whose, bad):
     if whose == "ours for parts":
         return ShardedGradScaler("cpu", **settings)
     group = torch.distributed.group.WORLD if bad == "gradient" else None
-    return GradScaler("cpu", **settings, process_group=group)
+    return GradScaler("cpu", **settings, process_groups=group)
 
 
 def loss_of(model, batch, bad):
@@ -200,7 +200,10 @@ def test_a_resumed_trainer_ends_where_the_other_did(ranks, tmp_path, way):
         for what in ("weights", "scales", "rates"):
             assert whole[what] == first[what] + second[what]
         assert states[0] == states[1]
-        assert (2 * BATCHES, 2) == (states[1]["steps"], states[1]["skipped"])
+        assert (2 * BATCHES, 2) == (
+            states[1]["total_steps"],
+            states[1]["skipped_steps"],
+        )
 
 
 # -- Fabric --------------------------------------------------------------------------
@@ -300,7 +303,7 @@ def test_a_resumed_run_of_fabric_ends_where_the_other_did(ranks, tmp_path, way):
         # in the dictionary.
         assert (["schedule", "scaler"] if way == "FSDP2" else []) == left
         assert through == again
-        assert (BATCHES, 1) == (again[1]["steps"], again[1]["skipped"])
+        assert (BATCHES, 1) == (again[1]["total_steps"], again[1]["skipped_steps"])
 
 
 # -- what is refused -----------------------------------------------------------------

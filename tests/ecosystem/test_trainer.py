@@ -142,7 +142,7 @@ def test_a_bad_step_is_skipped_and_the_schedule_held(optimizer, tmp_path):
     check_equal(recorder.weights[1], recorder.weights[2])
     assert all(weight.isfinite().all() for weight in recorder.weights[-1])
     assert not torch.equal(recorder.weights[2][0], recorder.weights[3][0])
-    assert (STEPS, 1) == (scaler.steps, scaler.skipped)
+    assert (STEPS, 1) == (scaler.total_steps, scaler.skipped_steps)
     assert 512.0 == scaler.get_scale()
     assert STEPS == made.state.global_step  # the Trainer counts skipped steps as well
 
@@ -185,7 +185,7 @@ def test_a_bad_step_of_several_micro_batches_is_skipped(tmp_path):
     )
     made.train()
     assert rates(1, 2, 2, 3, 4, 5) == recorder.rates
-    assert (STEPS, 1) == (scaler.steps, scaler.skipped)
+    assert (STEPS, 1) == (scaler.total_steps, scaler.skipped_steps)
 
 
 @pytest.mark.parametrize("optimizer", [FUSED, FOREACH])
@@ -199,13 +199,17 @@ def test_a_checkpoint_has_the_scaler_and_resuming_restores_it(optimizer, tmp_pat
     through.train()
     checkpoint = tmp_path / "through" / "checkpoint-3"
     saved = torch.load(checkpoint / "scaler.pt", weights_only=True)
-    assert (512.0, 3, 1) == (saved["scale"], saved["steps"], saved["skipped"])
+    assert (512.0, 3, 1) == (
+        saved["scale"],
+        saved["total_steps"],
+        saved["skipped_steps"],
+    )
 
     again, resumed, recorder = fresh(tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert 3 == len(recorder.weights)
     assert scaler.state_dict() == again.state_dict()
-    assert (STEPS, 2) == (again.steps, again.skipped)
+    assert (STEPS, 2) == (again.total_steps, again.skipped_steps)
     check_equal(weights(through.model), weights(resumed.model))
 
 
@@ -218,7 +222,7 @@ def test_a_checkpoint_of_torchs_scaler_is_taken_up(tmp_path):
     resumed, _ = trainer(tmp_path / "resumed", ours, bad=[1], **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "through" / "checkpoint-3"))
     assert theirs.get_scale() == ours.get_scale()
-    assert 3 == ours.steps  # torch's state has no count of what was before
+    assert 3 == ours.total_steps  # torch's state has no count of what was before
     check_equal(weights(through.model), weights(resumed.model))
 
 
@@ -236,7 +240,7 @@ def test_a_scaler_can_be_assigned_before_training(tmp_path):
     scaler = made.accelerator.scaler = GradScaler("cpu", init_scale=1024.0)
     made.train()
     assert rates(1, 2, 2, 3, 4, 5) == recorder.rates
-    assert (STEPS, 1) == (scaler.steps, scaler.skipped)
+    assert (STEPS, 1) == (scaler.total_steps, scaler.skipped_steps)
 
 
 def test_a_scaler_assigned_after_training_does_not_reach_the_optimizer(tmp_path):
@@ -251,12 +255,12 @@ def test_a_scaler_assigned_after_training_does_not_reach_the_optimizer(tmp_path)
 
 def test_names_and_reports_come_with_the_model(tmp_path):
     seen, model = [], tiny_model()
-    scaler = GradScaler("cpu", init_scale=1024.0, module=model, observer=seen.append)
+    scaler = GradScaler("cpu", init_scale=1024.0, module=model, on_step=seen.append)
     made, _ = trainer(tmp_path, scaler, bad=[2], model=model)
     made.train()
     applied = [True, True, False, True, True, True]
     assert applied == [report.applied for report in seen]
-    assert "transformer.wte.weight" in seen[2].culprits
+    assert "transformer.wte.weight" in seen[2].nonfinite_names
 
 
 def test_what_the_trainer_logs_of_a_skipped_step(tmp_path):
@@ -289,7 +293,7 @@ def test_lora_on_float16_weights_trains_in_float32(tmp_path):
     made, recorder = trainer(tmp_path, scaler, bad=[2], model=model)
     made.train()
     assert rates(1, 2, 2, 3, 4, 5) == recorder.rates
-    assert (STEPS, 1) == (scaler.steps, scaler.skipped)
+    assert (STEPS, 1) == (scaler.total_steps, scaler.skipped_steps)
     for name, parameter in trained.items():
         assert parameter.isfinite().all()
         assert not torch.equal(before[name], parameter)

@@ -73,7 +73,7 @@ def train(folder, optimizer, bad, what, checkpoint=None):
     GradientState._reset_state()
     group = torch.distributed.group.WORLD if what == "gradient" else None
     scaler = GradScaler(
-        "cpu", init_scale=1024.0, growth_interval=2, process_group=group
+        "cpu", init_scale=1024.0, growth_interval=2, process_groups=group
     )
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -133,7 +133,10 @@ def test_what_is_infinite_on_one_rank_skips_the_step_on_all(
     taken = (1, 2, 2, 3, 4, 5)  # the schedule is held
     expected = pytest.approx([0.06 - 0.01 * steps for steps in taken])
     assert expected == first["rates"]
-    assert (STEPS, 1) == (first["state"]["steps"], first["state"]["skipped"])
+    assert (STEPS, 1) == (
+        first["state"]["total_steps"],
+        first["state"]["skipped_steps"],
+    )
 
 
 @pytest.mark.parametrize("optimizer", [FUSED, FOREACH])
@@ -146,4 +149,7 @@ def test_a_resumed_run_ends_where_the_other_did(ranks, tmp_path, optimizer):
         for what in ("weights", "scales", "rates"):
             assert whole[what][3:] == half[what]
         assert whole["state"] == half["state"]
-        assert (STEPS, 2) == (half["state"]["steps"], half["state"]["skipped"])
+        assert (STEPS, 2) == (
+            half["state"]["total_steps"],
+            half["state"]["skipped_steps"],
+        )

@@ -100,7 +100,7 @@ def scaler_of_all(**settings):
     from lossscale.torch import GradScaler
 
     world = torch.distributed.group.WORLD
-    return GradScaler("cpu", init_scale=8.0, process_group=world, **settings)
+    return GradScaler("cpu", init_scale=8.0, process_groups=world, **settings)
 
 
 def break_gradient(parameters, rank=1):

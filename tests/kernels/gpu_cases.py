@@ -19,20 +19,25 @@ import torch
 from lossscale import Dynamic, Fixed, Signal, presets
 from lossscale import numpy as ls
 from lossscale.core.validation import FLOAT32_MAX
-from lossscale.torch.eager import EPSILON, LIMITS, Request
-from lossscale.torch.rules import Cells, Flags, Rule, torchs_policy
-from lossscale.torch.verdict import (
+from lossscale.torch.inspection.request import EPSILON, LIMITS, InspectionRequest
+from lossscale.torch.inspection.summary import (
     AMAX,
     CLIP,
-    DIVISOR,
     FACTOR,
-    FOUND,
+    FOUND_INF,
+    GRAD_SCALE,
     HEADER,
     NAN,
     NORM,
     NOT_MEASURED,
     SCALE,
     TOO_LARGE,
+)
+from lossscale.torch.scaler.scale_update import (
+    ScaleUpdate,
+    StateTensors,
+    StepOutcome,
+    torch_policy,
 )
 
 FLOAT32, FLOAT16 = torch.float32, torch.float16
@@ -48,7 +53,7 @@ class Case(NamedTuple):
     make: Callable[[], list[Any]]
     """Makes the gradients anew, on their device."""
     scale: float = 4.0
-    request: Request = Request()
+    request: InspectionRequest = InspectionRequest()
     inverted: bool = False
     bound: float | None = None
     """What the optimizer can hold of an unscaled gradient, if there is a bound."""
@@ -77,7 +82,7 @@ def cases(
         large: Whether to add the cases of more than 2**31 bytes.
     """
     if chunk is None:
-        from lossscale.torch.kernels import launch
+        from lossscale.torch.inspection.kernels import launch
 
         chunk = launch.BLOCK * launch.LOOPS
     making = Making(device)
@@ -151,19 +156,19 @@ def _of_sizes(making: Making, chunk: int, long: int, many: int) -> Iterable[Case
             f"all sizes{' written' * write}",
             lambda: making.random(*sizes),
             scale=3.0,
-            request=Request(write=write),
+            request=InspectionRequest(unscale_in_place=write),
         )
     for with_norm in (False, True):
         yield Case(
             f"only empty tensors{' and their norm' * with_norm}",
             lambda: making.random(0, 0),
-            request=Request(with_norm=with_norm),
+            request=InspectionRequest(measure_norm=with_norm),
         )
     yield Case(
         "transposed",
         lambda: [making.transposed(7, 19), *making.random(5)],
         scale=3.0,
-        request=Request(write=True),
+        request=InspectionRequest(unscale_in_place=True),
     )
 
     def tiny():
@@ -199,14 +204,14 @@ def _of_dtypes(making: Making, chunk: int) -> Iterable[Case]:
                     " ".join(filter(None, words)),
                     make,
                     scale=3.0,
-                    request=Request(write=write),
+                    request=InspectionRequest(unscale_in_place=write),
                     inverted=inverted,
                 )
         yield Case(
             f"{name} unaligned",
             lambda make=make: make(offset=1),
             scale=3.0,
-            request=Request(write=True),
+            request=InspectionRequest(unscale_in_place=True),
         )
 
     yield Case(
@@ -242,14 +247,18 @@ def _not_finite(making: Making, chunk: int) -> Iterable[Case]:
             yield Case(
                 f"inf and NaN norm {norm_type} max {max_norm}",
                 both,
-                request=Request(max_norm=max_norm, norm_type=norm_type, with_norm=True),
+                request=InspectionRequest(
+                    max_norm=max_norm, norm_type=norm_type, measure_norm=True
+                ),
             )
-    yield Case("inf and NaN written", both, request=Request(write=True))
+    yield Case(
+        "inf and NaN written", both, request=InspectionRequest(unscale_in_place=True)
+    )
 
 
 def _extreme(making: Making) -> Iterable[Case]:
     for write in (False, True):
-        request = Request(write=write, with_norm=True)
+        request = InspectionRequest(unscale_in_place=write, measure_norm=True)
         words = " written" * write
         yield Case(f"zeros{words}", lambda: [making.full(70, 0.0)], request=request)
         for dtype, number in (
@@ -304,7 +313,7 @@ def _extreme(making: Making) -> Iterable[Case]:
         "written as subnormal numbers",
         lambda: [making.of(1e-30 * np.arange(1, 71))],
         scale=2.0**40,
-        request=Request(write=True, with_norm=True),
+        request=InspectionRequest(unscale_in_place=True, measure_norm=True),
     )
     yield Case(
         "1e25 and 1e-30 in tensors of their own",
@@ -320,23 +329,25 @@ def _clipped(making: Making, chunk: int) -> Iterable[Case]:
                 f"norm {norm_type} clipped to {max_norm}",
                 lambda: making.mixed(chunk + 1, 3),
                 scale=3.0,
-                request=Request(max_norm=max_norm, norm_type=norm_type),
+                request=InspectionRequest(max_norm=max_norm, norm_type=norm_type),
             )
     yield Case(
         "norm inf alone",
         lambda: making.mixed(9),
         scale=3.0,
-        request=Request(norm_type=math.inf, with_norm=True),
+        request=InspectionRequest(norm_type=math.inf, measure_norm=True),
     )
     yield Case(
         "norm inverted and clipped",
         lambda: making.random(chunk + 1, 3),
         scale=3.0,
-        request=Request(max_norm=0.25),
+        request=InspectionRequest(max_norm=0.25),
         inverted=True,
     )
     yield Case(
-        "zeros clipped", lambda: [making.full(9, 0.0)], request=Request(max_norm=1.0)
+        "zeros clipped",
+        lambda: [making.full(9, 0.0)],
+        request=InspectionRequest(max_norm=1.0),
     )
     # Nothing can be clipped if its norm, or what divides it, is beyond float32.
     for max_norm in (math.inf, 1.0):
@@ -344,20 +355,26 @@ def _clipped(making: Making, chunk: int) -> Iterable[Case]:
             f"norm beyond float32 max {max_norm}",
             lambda: [making.full(9, 1e30, dtype=FLOAT64)],
             scale=2.0**-40,
-            request=Request(max_norm=max_norm, with_norm=True),
+            request=InspectionRequest(max_norm=max_norm, measure_norm=True),
         )
         for in_optimizer in (False, True):
             yield Case(
                 f"divisor beyond float32 max {max_norm / 1e4} {in_optimizer}",
                 lambda: [making.full(9, 1e38)],
                 scale=2.0**127,
-                request=Request(max_norm=max_norm / 1e4, in_optimizer=in_optimizer),
+                request=InspectionRequest(
+                    max_norm=max_norm / 1e4, as_grad_scale=in_optimizer
+                ),
             )
     yield Case(
-        "1e25 clipped", lambda: [making.full(70, 1e25)], request=Request(max_norm=1.0)
+        "1e25 clipped",
+        lambda: [making.full(70, 1e25)],
+        request=InspectionRequest(max_norm=1.0),
     )
     yield Case(
-        "1e-30 clipped", lambda: [making.full(70, 1e-30)], request=Request(max_norm=1.0)
+        "1e-30 clipped",
+        lambda: [making.full(70, 1e-30)],
+        request=InspectionRequest(max_norm=1.0),
     )
 
 
@@ -372,14 +389,14 @@ def _scaled(making: Making) -> Iterable[Case]:
                     making.of([scale, 1.0], dtype=FLOAT64),
                 ],
                 scale=scale,
-                request=Request(write=write, with_norm=True),
+                request=InspectionRequest(unscale_in_place=write, measure_norm=True),
             )
     for scale in (math.nan, math.inf, -math.inf, 0.0, -4.0, 2.0**-140):
         for name, request in (
-            ("read", Request()),
-            ("written", Request(write=True)),
-            ("with its norm", Request(with_norm=True)),
-            ("clipped", Request(max_norm=1.0)),
+            ("read", InspectionRequest()),
+            ("written", InspectionRequest(unscale_in_place=True)),
+            ("with its norm", InspectionRequest(measure_norm=True)),
+            ("clipped", InspectionRequest(max_norm=1.0)),
         ):
             yield Case(
                 f"bad scale {scale:g} {name}",
@@ -404,7 +421,7 @@ def _beyond_headroom(making: Making, chunk: int) -> Iterable[Case]:
             yield Case(
                 f"headroom: {name}{' written' * write}",
                 with_one(number),
-                request=Request(write=write),
+                request=InspectionRequest(unscale_in_place=write),
                 bound=100.0,
             )
         # What is clipped to the bound, or below it, is never beyond it.
@@ -413,7 +430,7 @@ def _beyond_headroom(making: Making, chunk: int) -> Iterable[Case]:
                 yield Case(
                     f"headroom: {name} clipped to {max_norm} by norm {norm_type}",
                     with_one(number),
-                    request=Request(max_norm=max_norm, norm_type=norm_type),
+                    request=InspectionRequest(max_norm=max_norm, norm_type=norm_type),
                     bound=100.0,
                 )
     yield Case(
@@ -425,7 +442,7 @@ def _beyond_headroom(making: Making, chunk: int) -> Iterable[Case]:
         "headroom: beyond it, inverted",
         with_one(404.0),
         inverted=True,
-        request=Request(in_optimizer=True),
+        request=InspectionRequest(as_grad_scale=True),
         bound=100.0,
     )
 
@@ -450,7 +467,7 @@ def _large(making: Making) -> Iterable[Case]:
                 lambda size=size, dtype=dtype, numbers=numbers: zeros_but(
                     size, dtype, *numbers
                 ),
-                request=Request(write=math.isnan(last)),
+                request=InspectionRequest(unscale_in_place=math.isnan(last)),
                 large=True,
             )
 
@@ -517,7 +534,7 @@ def expected(case: Case, gradients: list[Any]) -> Expected:
         if request.max_norm < math.inf:
             too_large = too_large or not norm <= FLOAT32_MAX
         too_large = finite and too_large
-        if request.in_optimizer and not too_large:
+        if request.as_grad_scale and not too_large:
             finite = finite and divisor <= FLOAT32_MAX
         return Expected(
             usable=bool(0.0 < times < math.inf),
@@ -571,9 +588,9 @@ def check(case: Case, kernels: Any = None, *, strict: bool = True) -> None:
             norm or magnitudes that nobody asked for may be left out.
     """
     if kernels is None:
-        from lossscale.torch.kernels.launch import Launcher
+        from lossscale.torch.inspection.kernels.launch import GroupKernels
 
-        kernels = Launcher([], [])
+        kernels = GroupKernels([], [])
     gradients = case.make()
     kernels.set_bounds(
         [LIMITS[g.dtype] if case.bound is None else case.bound for g in gradients]
@@ -591,7 +608,7 @@ def check(case: Case, kernels: Any = None, *, strict: bool = True) -> None:
     if not want.usable:
         return
     after = [_numbers(gradient, case) for gradient in gradients]
-    if case.request.write:
+    if case.request.unscale_in_place:
         _check_written(case, [product(tensor, inverse) for tensor in before], after)
         return
     _check_written(case, before, after)
@@ -622,15 +639,15 @@ def _same(what: str, left: float, right: float, within: float = 0.0) -> None:
 
 def _check_verdict(case: Case, want: Expected, have: list[float], strict: bool) -> None:
     name, tops = case.name, have[HEADER:]
-    _same(f"{name}: found", float(want.found), have[FOUND])
+    _same(f"{name}: found", float(want.found), have[FOUND_INF])
     _same(f"{name}: too large", float(want.too_large), have[TOO_LARGE])
     if not want.usable:
-        _same(f"{name}: found", 1.0, have[FOUND])
+        _same(f"{name}: found", 1.0, have[FOUND_INF])
         _same(f"{name}: a finite top", 0.0, float(any(map(math.isfinite, tops))))
         return
     _same(f"{name}: NaN", float(want.nan), have[NAN])
     _same(f"{name}: scale", want.scale, have[SCALE])
-    exact = strict or not case.request.write
+    exact = strict or not case.request.unscale_in_place
     _check_tops(case, want.tops, tops, strict=strict, exact=exact)
     if strict or (exact and have[AMAX] != NOT_MEASURED):
         _same(f"{name}: amax", want.amax, have[AMAX])
@@ -641,7 +658,7 @@ def _check_verdict(case: Case, want: Expected, have: list[float], strict: bool) 
             _same(f"{name}: norm", want.norm, have[NORM], _norms_close(case))
     if not want.found:
         within = 0.0 if want.clip == 1.0 else CLOSE
-        _same(f"{name}: divisor", want.divisor, have[DIVISOR], within)
+        _same(f"{name}: divisor", want.divisor, have[GRAD_SCALE], within)
         _same(f"{name}: factor", want.factor, have[FACTOR], within)
         _same(f"{name}: clip", want.clip, have[CLIP], within)
 
@@ -652,7 +669,9 @@ def _norms_close(case: Case) -> float:
     Where squares leave float32 the numbers are read again, in float64; if they have
     been written meanwhile, they are rounded to their dtype.
     """
-    return 2.0**-8 if case.request.write and "bfloat16" in case.name else CLOSE
+    return (
+        2.0**-8 if case.request.unscale_in_place and "bfloat16" in case.name else CLOSE
+    )
 
 
 def _check_tops(
@@ -685,9 +704,9 @@ def _check_written(case: Case, want: list[Any], have: list[Any]) -> None:
 
 def check_reuse(device: str) -> None:
     """Raise unless one launcher serves gradients that change and move."""
-    from lossscale.torch.kernels.launch import Launcher
+    from lossscale.torch.inspection.kernels.launch import GroupKernels
 
-    making, launcher = Making(device), Launcher([], [])
+    making, launcher = Making(device), GroupKernels([], [])
 
     def moved(offset, seed):
         return lambda: making.random(9, 70, offset=offset, seed=seed)
@@ -696,11 +715,11 @@ def check_reuse(device: str) -> None:
         check(Case(f"reused {seed}", moved(offset, seed)), launcher)
     # At the same place, with other numbers; and the counter of programs starts at 0.
     (gradient,) = making.random(70)
-    alone = Launcher([], [])
+    alone = GroupKernels([], [])
     for number in (1.0, math.nan, 2.0, math.inf, 3.0):
         gradient.fill_(number)
         here = Case(f"the same place {number}", lambda: [gradient])
-        check(here._replace(request=Request(write=True)), alone)
+        check(here._replace(request=InspectionRequest(unscale_in_place=True)), alone)
 
 
 # -- the rule --------------------------------------------------------------------------
@@ -746,13 +765,14 @@ def policies() -> dict[str, Any]:
     }
 
 
-def cells(device: str, scale: float, rule: Rule) -> Cells:
-    """Return the state that a scaler with such a rule starts with."""
+def first_state(device: str, scale: float, update: ScaleUpdate) -> StateTensors:
+    """Return the state that a scaler with such a policy starts with."""
     good, bad = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(2))
     counters = torch.zeros(3, dtype=torch.int32, device=device)
-    numbers = rule.room(torch.device(device))
-    rule.fill(numbers)
-    return Cells(torch.full((), scale, device=device), good, bad, counters, numbers)
+    settings = update.make_settings(torch.device(device))
+    update.write_settings(settings)
+    first = torch.full((), scale, device=device)
+    return StateTensors(first, good, bad, counters, settings)
 
 
 def steps(seed: str, count: int) -> list[tuple[bool, bool, bool, bool]]:
@@ -769,12 +789,12 @@ def steps(seed: str, count: int) -> list[tuple[bool, bool, bool, bool]]:
 
 def check_policy(device: str, name: str, policy: Any, count: int = 30) -> None:
     """Raise unless the kernel takes the steps of NumPy's verb, to the bit."""
-    rule = Rule(policy, wide=False)
+    update = ScaleUpdate(policy, in_float64=False)
     state = ls.init(policy)
-    here = cells(device, float(state.scale), rule)
+    here = first_state(device, float(state.scale), update)
     counted = [0, 0, 0]
     for at, (found, skipped, loss, held) in enumerate(steps(name, count)):
-        _advance(rule, here, found, skipped, loss, held)
+        _advance(update, here, found, skipped, loss, held)
         signal = Signal(not found, loss_finite=not loss, too_large=held)
         state = ls.update(policy, state, signal)
         counted = [
@@ -792,13 +812,13 @@ def check_policy(device: str, name: str, policy: Any, count: int = 30) -> None:
 def check_wide(device: str, numbers: tuple[float, float, float, int], count=40) -> None:
     """Raise unless torch's arguments give torch's scale and tracker, to the bit."""
     init_scale, growth, backoff, interval = numbers
-    rule = Rule(torchs_policy(*numbers), wide=True)
-    here = cells(device, init_scale, rule)
+    update = ScaleUpdate(torch_policy(*numbers), in_float64=True)
+    here = first_state(device, init_scale, update)
     scale, tracker = here.scale.clone(), here.good_steps.clone()
     for at, (found, skipped, _, _) in enumerate(steps(str(numbers), count)):
         flag = torch.full((), float(found), device=device)
         torch._amp_update_scale_(scale, tracker, flag, growth, backoff, interval)
-        _advance(rule, here, found, skipped, None, held=False)
+        _advance(update, here, found, skipped, None, held=False)
         want = scale.item(), tracker.item()
         have = here.scale.item(), here.good_steps.item()
         if want != have:
@@ -816,15 +836,20 @@ TORCHS_NUMBERS = (
 
 
 def _advance(
-    rule: Rule, here: Cells, found: bool, skipped: bool, loss: Any, held: bool
+    update: ScaleUpdate,
+    here: StateTensors,
+    found: bool,
+    skipped: bool,
+    loss: Any,
+    held: bool,
 ) -> None:
     """Take a step by the kernel; anything else is an error."""
     flags = [
         None if flag is None else torch.full((), float(flag), device=here.scale.device)
-        for flag in (found, skipped, loss, held)
+        for flag in (found, skipped, held, loss)
     ]
     with np.errstate(all="ignore"):
-        rule._by_kernel(here, Flags(*flags))
+        update._launch(here, StepOutcome(*flags))
 
 
 # -- the interpreter -------------------------------------------------------------------
@@ -841,11 +866,11 @@ def small_chunks(patch: Any, block: int, loops: int, lanes: int) -> None:
     """
     import triton.language as tl
 
-    from lossscale.torch.kernels import decisions, launch
+    from lossscale.torch.inspection.kernels import launch, summarize
 
     patch.setattr(launch, "BLOCK", block)
     patch.setattr(launch, "LOOPS", loops)
-    patch.setattr(decisions, "_LANES", tl.constexpr(lanes))
+    patch.setattr(summarize, "_LANES", tl.constexpr(lanes))
 
 
 def exact_bfloat16(patch: Any) -> None:

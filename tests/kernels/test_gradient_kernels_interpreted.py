@@ -13,11 +13,14 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 from kernels import gpu_cases  # noqa: E402
-from lossscale.torch import fast  # noqa: E402
-from lossscale.torch.eager import Request  # noqa: E402
-from lossscale.torch.gradients import Sorted  # noqa: E402
-from lossscale.torch.kernels import launch  # noqa: E402
-from lossscale.torch.verdict import NORM  # noqa: E402
+from lossscale.torch.inspection import kernel_backend  # noqa: E402
+from lossscale.torch.inspection.groups import (  # noqa: E402
+    CarriedScale,
+    GradientGroups,
+)
+from lossscale.torch.inspection.kernels import launch  # noqa: E402
+from lossscale.torch.inspection.request import InspectionRequest  # noqa: E402
+from lossscale.torch.inspection.summary import NORM  # noqa: E402
 
 BLOCK, LOOPS, LANES = 64, 2, 16
 CASES = gpu_cases.cases("cpu", chunk=BLOCK * LOOPS, many=40)
@@ -61,7 +64,7 @@ def test_tables_of_every_number_of_tensors_and_chunks_are_aligned_and_whole():
             chunks = count * -(-size // (BLOCK * LOOPS))
             assert chunks == tables.chunks == len(tables.chunk_numbers)
             assert count + 1 == len(tables.starts)
-            assert [size] * count == tables.sizes.tolist()
+            assert [size] * count == tables.counts.tolist()
             assert 0 == tables.limits.data_ptr() % 8
 
 
@@ -70,8 +73,8 @@ def test_alignment_is_seen_anew_whenever_the_gradients_move():
     tables = tables_of([room[:8], room[8:16]])
     seen = []
     for first, second in ((0, 8), (0, 9), (1, 12), (4, 20)):
-        tables.point([room[first : first + 8], room[second : second + 8]])
-        seen.append(bool(tables.aligned))
+        tables.set_addresses([room[first : first + 8], room[second : second + 8]])
+        seen.append(bool(tables.is_aligned))
     assert [True, False, False, True] == seen
 
 
@@ -81,28 +84,29 @@ def test_a_gradient_with_gaps_goes_the_other_way_and_counts_in_the_same_verdict(
     gradients = [torch.full((5,), 3.0), gap, torch.full((3,), -4.0)]
     want = gpu_cases.Case("gaps", lambda: gradients, scale=3.0)
     expected = gpu_cases.expected(want, [g.clone() for g in gradients])
-    known = Sorted(gradients, [])
-    assert [True, False] == [group.launcher is not None for group in known.groups]
-    request = Request(write=write, with_norm=True)
-    buffer, found = known.measure(gradients, torch.tensor(3.0), None, request)
+    groups = GradientGroups(gradients, [])
+    assert [True, False] == [group.kernels is not None for group in groups.groups]
+    request = InspectionRequest(unscale_in_place=write, measure_norm=True)
+    carried = CarriedScale(torch.tensor(3.0))
+    summary, found = groups.measure(gradients, carried, request)
     assert [0.0] == [flag.item() for flag in found.values()]
-    assert pytest.approx(expected.norm, rel=1e-6) == buffer[NORM].item()
+    assert pytest.approx(expected.norm, rel=1e-6) == summary.slot(NORM).item()
     if not write:
-        known.multiply_(gradients, buffer)
+        groups.rescale_(gradients, summary)
     third = torch.tensor(1.0).div(3.0)
     assert torch.equal(torch.arange(40.0)[::2] * third, gap)
     assert torch.equal(torch.full((5,), 3.0) * third, gradients[0])
 
 
 def test_dense_is_what_fills_a_stretch_of_memory_in_any_order():
-    assert fast.reaches(torch.zeros(3, 4).t())
-    assert fast.reaches(torch.zeros(2, 3, 4).permute(2, 0, 1))
-    assert fast.reaches(torch.zeros(3, 4)[:, :0])
-    assert not fast.reaches(torch.zeros(3, 4)[:, 1:])
-    assert not fast.reaches(torch.zeros(1).expand(4))
-    assert not fast.reaches(torch.zeros(3, dtype=torch.complex64))
-    assert not fast.reaches(torch.zeros(3).to_sparse())
-    assert not fast.reaches(torch._neg_view(torch.zeros(3)))
+    assert kernel_backend.can_read(torch.zeros(3, 4).t())
+    assert kernel_backend.can_read(torch.zeros(2, 3, 4).permute(2, 0, 1))
+    assert kernel_backend.can_read(torch.zeros(3, 4)[:, :0])
+    assert not kernel_backend.can_read(torch.zeros(3, 4)[:, 1:])
+    assert not kernel_backend.can_read(torch.zeros(1).expand(4))
+    assert not kernel_backend.can_read(torch.zeros(3, dtype=torch.complex64))
+    assert not kernel_backend.can_read(torch.zeros(3).to_sparse())
+    assert not kernel_backend.can_read(torch._neg_view(torch.zeros(3)))
 
 
 @pytest.mark.parametrize("name", gpu_cases.policies())

@@ -13,7 +13,12 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from lossscale.core.policies import Switches  # noqa: E402
-from lossscale.torch.kernels import decisions, gradients, launch  # noqa: E402
+from lossscale.torch.inspection.kernels import (  # noqa: E402
+    launch,
+    scale_update,
+    summarize,
+)
+from lossscale.torch.inspection.kernels import read as reading  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip(
@@ -29,18 +34,18 @@ LISTS = {
     "chunk_tensors": "*i32",
     "chunk_numbers": "*i32",
 }
-READ = LISTS | {"scale_pointer": "*fp32", "sums": "*fp64", "tops": "*fp64"}
+READ = LISTS | {"scale_pointer": "*fp32", "sums": "*fp64", "amaxes": "*fp64"}
 MULTIPLY = LISTS | {"factor_pointer": "*fp32"}
 DECIDE = {
     "starts": "*i32",
     "limits": "*fp64",
     "bounds": "*fp64",
     "sums": "*fp64",
-    "tops": "*fp64",
+    "amaxes": "*fp64",
     "tensor_sums": "*fp64",
-    "tensor_tops": "*fp64",
+    "tensor_amaxes": "*fp64",
     "scale_pointer": "*fp32",
-    "verdict": "*fp32",
+    "summary": "*fp32",
     "finished": "*i32",
     "tensors": "i32",
     "max_norm": "fp32",
@@ -50,12 +55,12 @@ UPDATE = {
     "good_pointer": "*i32",
     "bad_pointer": "*i32",
     "counters": "*i32",
-    "found_pointer": "*fp32",
+    "found_inf_pointer": "*fp32",
     "skipped_pointer": "*fp32",
-    "held_pointer": "*fp32",
+    "too_large_pointer": "*fp32",
+    "held_by_loss_pointer": "*fp32",
     "loss_pointer": "*fp32",
-    "raw_loss_pointer": "*fp32",
-    "loss_seen_pointer": "*fp32",
+    "loss_nonfinite_pointer": "*fp32",
     "settings": "*fp64",
     "growth_threshold": "i32",
     "good_after_growth": "i32",
@@ -84,7 +89,7 @@ def read(capability=90, *, dtype=tl.float32, **switches):
     chosen |= switches
     sizes = {"block": launch.BLOCK, "loops": launch.LOOPS}
     return ptx(
-        gradients.read, READ, capability, launch.WARPS, dtype=dtype, **chosen, **sizes
+        reading.read, READ, capability, launch.WARPS, dtype=dtype, **chosen, **sizes
     )
 
 
@@ -136,7 +141,7 @@ def test_only_what_is_written_is_scaled_and_only_there_the_scale_is_inverted():
 )
 def test_a_multiplication_compiles(capability, dtype, mixed, aligned):
     text = ptx(
-        gradients.multiply,
+        reading.multiply,
         MULTIPLY,
         capability,
         launch.WARPS,
@@ -155,13 +160,13 @@ def test_a_multiplication_compiles(capability, dtype, mixed, aligned):
 )
 def test_a_decision_compiles(capability, euclid, clips, inverted):
     text = ptx(
-        decisions.decide,
+        summarize.summarize,
         DECIDE,
         capability,
         euclid=euclid,
         clips=clips,
-        checks_headroom=not inverted,
-        in_optimizer=clips,
+        compares_with_bounds=not inverted,
+        as_grad_scale=clips,
         inverted=inverted,
     )
     # What other programs wrote is read only after their counter says so.
@@ -176,12 +181,12 @@ def test_an_update_compiles_into_straight_line_code(number):
     capability = 90 if (number * 5) // 3 % 2 else 80
     wide, check_loss = bool(number // 3 % 2), bool(number // 7 % 2)
     text = ptx(
-        decisions.update,
+        scale_update.update_scale,
         UPDATE,
         capability,
-        wide=wide,
-        check_loss=check_loss,
-        note_loss=check_loss,
+        multiplies_in_float64=wide,
+        may_be_held_by_loss=check_loss,
+        notes_loss=check_loss,
         moves=True,
         **chosen._asdict(),
     )
@@ -194,12 +199,12 @@ def test_an_update_compiles_into_straight_line_code(number):
 def test_an_update_of_a_fixed_scale_leaves_the_scale_alone():
     switches = dict.fromkeys(Switches._fields, False)
     text = ptx(
-        decisions.update,
+        scale_update.update_scale,
         UPDATE,
         90,
-        wide=False,
-        check_loss=False,
-        note_loss=False,
+        multiplies_in_float64=False,
+        may_be_held_by_loss=False,
+        notes_loss=False,
         moves=False,
         **switches,
     )

@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 import lossscale.torch as ls  # noqa: E402
 from kernels import gpu_cases  # noqa: E402
 from lossscale import Dynamic, presets  # noqa: E402
-from lossscale.torch import fast  # noqa: E402
-from lossscale.torch.kernels import launch  # noqa: E402
+from lossscale.torch.inspection import kernel_backend  # noqa: E402
+from lossscale.torch.inspection.kernels import launch  # noqa: E402
 
 STEPS = 9
 BAD = {2: math.inf, 5: math.nan, 6: -math.inf}
@@ -70,28 +70,32 @@ class Run:
                     self.scaler.step(optimizer)
             self.scaler.update()
         last = self.scaler.last_step
-        self.reports.append((last.applied, last.reason, last.scale, last.broken))
+        self.reports.append((last.applied, last.reason, last.scale, last.nonfinite))
         self.flags.append([last.applied_by(one) for one in self.optimizers])
         numbers = [cell.item() for cell in self.scaler.state]
-        counts = (self.scaler.steps, self.scaler.skipped, self.scaler.consecutive_skips)
+        counts = (
+            self.scaler.total_steps,
+            self.scaler.skipped_steps,
+            self.scaler.consecutive_skips,
+        )
         self.states.append((numbers, counts))
 
 
 def both(monkeypatch, optimizers, **settings):
     """Return the run with the kernels and the one without."""
     launched = []
-    measure = launch.Launcher.measure
+    measure = launch.GroupKernels.measure
 
     def counted(*arguments, **keywords):
         launched.append(1)
         return measure(*arguments, **keywords)
 
-    monkeypatch.setattr(launch.Launcher, "measure", counted)
+    monkeypatch.setattr(launch.GroupKernels, "measure", counted)
     with_kernels = Run(optimizers, **settings)
     assert launched
     before = len(launched)
     with monkeypatch.context() as patch:
-        patch.setattr(fast, "interpreted", lambda: False)
+        patch.setattr(kernel_backend, "is_interpreted", lambda: False)
         without = Run(optimizers, **settings)
     assert before == len(launched)
     return with_kernels, without
@@ -163,7 +167,7 @@ def test_steps_are_the_same_to_the_bit_with_the_kernels(monkeypatch, optimizers)
     )
     check_equal(one, other)
     assert [step not in BAD for step in range(STEPS)] == [r[0] for r in one.reports]
-    assert ("nan", (("2", "nan"),)) == (one.reports[5][1], one.reports[5][3])
+    assert ("nan", {"2": "nan"}) == (one.reports[5][1], one.reports[5][3])
 
 
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
@@ -240,7 +244,7 @@ def skipped(*gradients, accumulate=False):
             scaler.accumulate(optimizer)
         scaler.step(optimizer)
         scaler.update()
-    return scaler.last_step.broken
+    return scaler.last_step.nonfinite
 
 
 @pytest.mark.parametrize(
@@ -252,14 +256,14 @@ def skipped(*gradients, accumulate=False):
 )
 def test_who_spoilt_a_micro_batch_is_named(monkeypatch, kernels):
     if not kernels:
-        monkeypatch.setattr(fast, "interpreted", lambda: False)
+        monkeypatch.setattr(kernel_backend, "is_interpreted", lambda: False)
     bad = torch.full((2,), math.nan)
-    assert (("b", "nan"),) == skipped(torch.ones(2), bad, accumulate=True)
+    assert {"b": "nan"} == skipped(torch.ones(2), bad, accumulate=True)
 
 
 def test_who_is_not_finite_is_named_beside_a_gradient_with_gaps():
     gap, bad = torch.ones(4)[::2], torch.full((2,), math.inf)
-    assert (("c", "inf"),) == skipped(torch.ones(2), gap, bad)
+    assert {"c": "inf"} == skipped(torch.ones(2), gap, bad)
 
 
 def test_a_measured_norm_is_that_of_the_unscaled_gradients(monkeypatch):
@@ -287,7 +291,7 @@ def test_a_bad_loss_holds_the_scale_the_same_way(monkeypatch):
         return seen
 
     one = run()
-    monkeypatch.setattr(fast, "interpreted", lambda: False)
+    monkeypatch.setattr(kernel_backend, "is_interpreted", lambda: False)
     assert run() == one
     assert [None, "loss", None, "inf", "loss", None] == [step[1] for step in one]
     assert [65536.0, 65536.0, 131072.0, 65536.0, 65536.0, 65536.0] == [
@@ -313,5 +317,5 @@ def test_float16_and_bfloat16_gradients_are_unscaled_the_same_way(monkeypatch):
         return weights
 
     one = run()
-    monkeypatch.setattr(fast, "interpreted", lambda: False)
+    monkeypatch.setattr(kernel_backend, "is_interpreted", lambda: False)
     torch.testing.assert_close(run(), one, rtol=0.0, atol=0.0)

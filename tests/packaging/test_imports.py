@@ -41,7 +41,10 @@ def test_every_module_of_the_core_is_found():
     assert len(core_modules()) > 12
 
 
-@pytest.mark.parametrize("module", ["lossscale", "lossscale.cli", *core_modules()])
+@pytest.mark.parametrize(
+    "module",
+    ["lossscale", "lossscale.cli", "lossscale.diagnostics", *core_modules()],
+)
 def test_an_import_without_a_framework_loads_the_standard_library_alone(module):
     assert [] == third_party_modules(module)
 
@@ -66,6 +69,15 @@ def test_every_exported_name_exists_and_is_sorted():
             assert getattr(module, name) is not None
 
 
+def test_errors_presets_and_convert_are_modules_of_their_own():
+    from lossscale.convert import from_library
+    from lossscale.errors import StateError
+    from lossscale.presets import get
+
+    modules = [value.__module__ for value in (from_library, StateError, get)]
+    assert ["lossscale.convert", "lossscale.errors", "lossscale.presets"] == modules
+
+
 def test_the_version_is_the_packages():
     from importlib.metadata import version
 
@@ -80,20 +92,21 @@ FRAMEWORKS = ["jax", "keras", "numpy", "optax", "tensorflow", "torch"]
 
 
 @pytest.mark.parametrize(
-    ("module", "framework"),
+    ("statement", "framework"),
     [
-        *((name, name) for name in FRAMEWORKS),
-        ("diagnostics", "numpy"),
-        ("demo", "numpy"),
+        *((f"import lossscale.{name}", name) for name in FRAMEWORKS),
+        ("from lossscale.diagnostics import simulate", "numpy"),
+        ("from lossscale.diagnostics import measure_tensors", "numpy"),
+        ("import lossscale.demo", "numpy"),
     ],
 )
-def test_a_module_without_its_framework_says_what_to_install(module, framework):
+def test_a_module_without_its_framework_says_what_to_install(statement, framework):
     lines = (
         "import sys",
         f"sys.modules['{framework}'] = None  # as if it were not installed",
         "from lossscale.errors import MissingPackageError",
         "try:",
-        f"    import lossscale.{module}",
+        f"    {statement}",
         "except MissingPackageError as error:",
         "    print(error)",
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The group of subcommands, and what an error looks like."""
+"""The group of subcommands, and how errors are printed."""
 
 import os
 import sys
@@ -12,8 +12,11 @@ from lossscale.cli.choices import Group
 from lossscale.cli.convert import convert
 from lossscale.cli.demo import demo
 from lossscale.cli.doctor import doctor
+from lossscale.cli.export import export
 from lossscale.cli.presets import presets
+from lossscale.cli.report import report
 from lossscale.cli.simulate import simulate
+from lossscale.cli.watch import watch
 from lossscale.errors import LossScaleError
 
 
@@ -45,5 +48,5 @@ def application() -> None:
     """Loss scaling for mixed-precision training: examine, try and convert."""
 
 
-for command in (demo, simulate, presets, convert, doctor):
+for command in (demo, report, watch, export, simulate, presets, convert, doctor):
     application.add_command(command)

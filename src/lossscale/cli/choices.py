@@ -43,14 +43,14 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def was_typed(ctx: click.Context, name: str) -> bool:
+def typed(ctx: click.Context, name: str) -> bool:
     """Whether an option was typed, whatever its value; by the parameter's name."""
     return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
 def refuse_together(ctx: click.Context, *names: str) -> None:
     """Fail if both of these options were typed; names are those of the parameters."""
-    if not all(was_typed(ctx, name) for name in names):
+    if not all(typed(ctx, name) for name in names):
         return
     options = {
         parameter.name: parameter.opts[0] for parameter in ctx.command.get_params(ctx)

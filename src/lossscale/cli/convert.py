@@ -13,8 +13,13 @@ import click
 
 from lossscale.cli.choices import Choice
 from lossscale.cli.policies import parse_number, parse_policy, parse_settings
-from lossscale.convert import detect_library, from_library, to_library, with_scale
-from lossscale.convert.formats import LIBRARIES
+from lossscale.convert import (
+    LIBRARIES,
+    detect_library,
+    from_library,
+    to_library,
+    with_scale,
+)
 from lossscale.core import portable
 from lossscale.core.policies import Dynamic, Fixed
 from lossscale.core.state import ScaleState

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lossscale demo`: one network trained four ways, a table and a picture."""
+"""`lossscale demo`: one network trained four ways, a table, a picture, a report."""
 
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import click
 
 from lossscale.cli.choices import refuse_together
+from lossscale.cli.demo_runs import DemoRuns
 from lossscale.cli.output import number, print_json, print_table, progress
 from lossscale.cli.policies import parse_policy
+
+if TYPE_CHECKING:
+    from lossscale.core.policies import Policy
+    from lossscale.demo import Run
 
 _RUNS = 4
 
@@ -32,7 +40,7 @@ _RUNS = 4
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("lossscale-demo.png"),
     show_default=True,
-    help="Where the picture goes.",
+    help="Where the picture goes; the report is next to it, with the suffix .html.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, draw nothing.")
 @click.pass_context
@@ -49,7 +57,7 @@ def demo(
     True float16 with float32 master weights, in NumPy: without a scale every gradient
     of this deep network rounds to zero.
     """
-    from lossscale.demo import check_matplotlib, compare, draw
+    from lossscale.demo import check_matplotlib, draw
 
     refuse_together(ctx, "as_json", "output")
     if not as_json:
@@ -62,10 +70,12 @@ def demo(
             message = f"There is no folder {str(output.absolute().parent)!r}."
             raise click.UsageError(message)
     chosen = None if policy is None else parse_policy(policy)
-    with progress("training", _RUNS * steps) as advance:
-        runs = compare(
-            steps=steps, seed=seed, policy=chosen, on_step=lambda *_: advance()
-        )
+    page = output.with_suffix(".html")
+    with ExitStack() as stack:
+        folder = None
+        if not as_json:
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+        runs = _train(seed, steps, chosen, folder, page)
     if as_json:
         print_json(
             [
@@ -100,4 +110,24 @@ def demo(
         "\ngradients lost: weight gradients that are zero here and not in float32;"
         "\nskipped: steps that overflowed and were left out."
         f"\n\nThe picture is {output.resolve()}"
+        f"\nThe report of the four runs is {page.resolve()}"
     )
+
+
+def _train(
+    seed: int, steps: int, policy: "Policy | None", folder: Path | None, page: Path
+) -> "list[Run]":
+    """Train the four runs; with a folder for their records, write the report too."""
+    from lossscale.core.portable import write_atomically
+    from lossscale.demo import compare
+    from lossscale.diagnostics import build_report
+
+    with progress("training", _RUNS * steps) as advance:
+        if folder is None:
+            return compare(
+                steps=steps, seed=seed, policy=policy, on_step=lambda _: advance()
+            )
+        with DemoRuns(folder, advance) as records:
+            runs = compare(steps=steps, seed=seed, policy=policy, on_step=records.add)
+        write_atomically(page, build_report(records.paths))
+    return runs

@@ -2,6 +2,7 @@
 """How commands speak: tables and JSON on stdout, progress on stderr."""
 
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import frexp
@@ -17,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 _WIDTH_WITHOUT_TERMINAL = 160
-"""In a pipe nothing is cut to 80 columns: whoever reads it wants it whole."""
+"""Output into a pipe is not cut to 80 columns: its reader needs it whole."""
 
 
 _UNBOUNDED = 10_000
@@ -77,6 +78,16 @@ def print_notes(notes: Sequence[str]) -> None:
 def warn(note: str) -> None:
     """Print a remark on stderr."""
     click.echo(f"note: {note}", err=True)
+
+
+@contextmanager
+def kept_warnings() -> Iterator[None]:
+    """Print warnings as remarks on stderr, at the end."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        warn(str(warning.message))
 
 
 def _console() -> Console:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lossscale.cli.choices import Choice, refuse_together, was_typed
+from lossscale.cli.choices import Choice, refuse_together, typed
 from lossscale.cli.output import number, print_json, print_table, progress, warn
 from lossscale.cli.policies import sweep
 from lossscale.cli.sequences import StepSequence, explain_bounds, make_sequence
@@ -95,7 +95,7 @@ def simulate(
         ("chart", "as_json"),
     ):
         refuse_together(ctx, *options)
-    if file is None and was_typed(ctx, "dtype"):
+    if file is None and typed(ctx, "dtype"):
         message = "--dtype is for the magnitudes of a --file; give one."
         raise click.UsageError(message)
     policies: dict[str, Policy] = {}
@@ -230,7 +230,7 @@ def _print_trace(
 def _draw(results: "dict[str, Simulation]") -> None:
     """Draw the exponents of the scales over the steps, one chart for each policy.
 
-    Lines in one chart could only be told apart by colour, which a pipe does not have.
+    Lines in one chart would differ by colour alone, which a pipe does not have.
     """
     import numpy as np
     from uniplot import plot_to_string

@@ -19,7 +19,7 @@ from lossscale.convert.formats import (
     Pair,
     Values,
     backoff_factor,
-    fitted,
+    override,
 )
 from lossscale.core.policies import Dynamic, Policy
 from lossscale.core.portable import check_state
@@ -27,13 +27,22 @@ from lossscale.core.state import ScaleState
 from lossscale.core.validation import did_you_mean, format_value
 from lossscale.errors import LossScaleError, StateError
 
+__all__ = [
+    "LIBRARIES",
+    "Conversion",
+    "detect_library",
+    "from_library",
+    "to_library",
+    "with_scale",
+]
+
 
 class Conversion(NamedTuple):
     """A state in another library's form, and what that form cannot hold."""
 
     values: dict[str, Any]
     """The other library's mapping."""
-    lost: tuple[str, ...]
+    dropped: tuple[str, ...]
     """One line for each setting or counter that the other library does not keep."""
 
 
@@ -106,22 +115,22 @@ def to_library(library: str, policy: Policy, state: ScaleState) -> Conversion:
     unsaved = {name: getattr(policy, name) for name in converter.unsaved}
     if unsaved.get("backoff_factor", 0) is None:
         unsaved["backoff_factor"] = backoff_factor(policy)
-    base = fitted(preset, **unsaved)
+    base = override(preset, **unsaved)
     kept_policy, kept_state = from_library(library, values, base)
     ours = _comparable(policy, state)
     theirs = _comparable(kept_policy, kept_state)
-    # Nobody keeps the first scale; once training runs it has no further effect.
-    lost = [
+    # No library saves the first scale; once training runs it has no further effect.
+    dropped = [
         f"{name} is {ours[name]!r} here, {library} will take {theirs[name]!r}"
         for name in ours
         if name != "init_scale" and ours[name] != theirs[name]
     ]
-    lost += [
+    dropped += [
         f"{name} is {value!r} here, {library} does not save it: set it there"
         for name, value in unsaved.items()
         if value != getattr(preset, name)
     ]
-    return Conversion(values, tuple(lost))
+    return Conversion(values, tuple(dropped))
 
 
 def with_scale(library: str, values: Values, scale: float) -> dict[str, Any]:
@@ -172,8 +181,8 @@ def detect_library(values: Values) -> str:
     if len(fitting) == 1:
         return fitting[0]
     message = (
-        f"Cannot tell whose state this is, with the keys {sorted(map(str, values))}; "
-        f"say so: {', '.join(LIBRARIES)}."
+        f"The keys {sorted(map(str, values))} do not identify a library; name it: "
+        f"{', '.join(LIBRARIES)}."
     )
     raise StateError(message)
 
@@ -191,9 +200,7 @@ def _find(library: str) -> Library:
 def _comparable(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
     """Return settings and state, with what comes to the same thing written alike."""
     settings = asdict(policy) | state._asdict()
-    if (
-        not policy.backoff_resets_hysteresis
-    ):  # once used up, further overflows count for nothing
+    if not policy.backoff_resets_hysteresis:  # further overflows count for nothing
         settings["bad_steps"] = min(state.bad_steps, policy.hysteresis - 1)
     if policy.hysteresis == 1:  # nothing is ever counted
         settings |= {"consecutive_overflows": False, "backoff_resets_hysteresis": True}

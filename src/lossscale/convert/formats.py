@@ -3,7 +3,7 @@
 
 One pair of functions per library, and the table `LIBRARIES` at the end. The keys are
 those that the library's own `state_dict`, checkpoint or attributes have; settings that
-a library does not save come from the policy that the reader is handed.
+a library does not save come from the policy that is passed to the reader.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,7 +58,7 @@ def _switch(values: Values, key: str, default: bool) -> bool:
 
 
 def _waiting(policy: Dynamic, state: ScaleState) -> int:
-    """Return the clean steps for a library that grows only exactly at its interval.
+    """Return the finite steps for a library that grows only exactly at its interval.
 
     A count at or above it, which a policy that grows a step late may hold, would never
     fire there again.
@@ -66,7 +66,7 @@ def _waiting(policy: Dynamic, state: ScaleState) -> int:
     return min(int(state.good_steps), policy.growth_interval - 1)
 
 
-def fitted(base: Dynamic, **settings: Any) -> Dynamic:
+def override(base: Dynamic, **settings: Any) -> Dynamic:
     """Return the base with other settings, and a first scale that fits the bounds."""
     lowest = settings.get("min_scale", base.min_scale)
     highest = settings.get("max_scale", base.max_scale)
@@ -83,7 +83,7 @@ def backoff_factor(policy: Dynamic) -> float:
 
 
 def _read_torch(values: Values, base: Dynamic) -> Pair:
-    policy = fitted(
+    policy = override(
         base,
         growth_factor=_number(values, "growth_factor"),
         backoff_factor=_number(values, "backoff_factor"),
@@ -104,7 +104,7 @@ def _write_torch(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
 
 
 def _read_keras(values: Values, base: Dynamic) -> Pair:
-    policy = fitted(
+    policy = override(
         base,
         init_scale=_number(values, "initial_scale", base.init_scale),
         growth_interval=_count(values, "dynamic_growth_steps", base.growth_interval),
@@ -127,7 +127,7 @@ def _read_tensorflow(values: Values, base: Dynamic) -> Pair:
     first = _number(values, "initial_scale", base.init_scale)
     interval = _count(values, "dynamic_growth_steps", base.growth_interval)
     multiplier = _number(values, "multiplier", base.growth_factor)
-    policy = fitted(
+    policy = override(
         base,
         init_scale=_number(values, "initial_loss_scale", first),
         growth_interval=_count(values, "increment_period", interval),
@@ -159,7 +159,7 @@ def _write_tf_keras(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
 
 def _read_jmp(values: Values, base: Dynamic) -> Pair:
     factor = _number(values, "factor", base.growth_factor)
-    policy = fitted(
+    policy = override(
         base,
         growth_interval=_count(values, "period", base.growth_interval),
         growth_factor=factor,
@@ -181,7 +181,7 @@ def _write_jmp(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
 
 
 def _read_flax(values: Values, base: Dynamic) -> Pair:
-    policy = fitted(
+    policy = override(
         base,
         growth_factor=_number(values, "growth_factor", base.growth_factor),
         backoff_factor=_number(values, "backoff_factor", backoff_factor(base)),
@@ -209,7 +209,7 @@ def _read_deepspeed(values: Values, base: Dynamic) -> Pair:
     factor = _number(values, "scale_factor", base.growth_factor)
     window = _count(values, "scale_window", base.growth_interval)
     hysteresis = _count(values, "delayed_shift", base.hysteresis)
-    policy = fitted(
+    policy = override(
         base,
         growth_factor=factor,
         backoff_divisor=factor,
@@ -220,8 +220,8 @@ def _read_deepspeed(values: Values, base: Dynamic) -> Pair:
             values, "consecutive_hysteresis", base.consecutive_overflows
         ),
     )
-    # DeepSpeed counts clean steps since the last overflow and never starts again; our
-    # counter stands at 1 after a growth, since only the first growth comes a step late.
+    # DeepSpeed counts finite steps since the last overflow and never starts again; our
+    # counter is 1 after a growth, since only the first growth comes a step late.
     clean = _count(values, "cur_iter") - 1 - _count(values, "last_overflow_iter")
     good = (clean - 1) % window + 1 if clean > 0 else 0
     bad = hysteresis - _count(values, "cur_hysteresis", hysteresis)

@@ -116,7 +116,7 @@ def largest_addend(dtype: str, addends: int) -> float:
 def largest_square_root(inner: Any, dtype: str, elements: int) -> float:
     """Return the largest magnitude that an optimizer can square and add up.
 
-    An infinite second moment never comes back: its weight stands still for ever (Adam)
+    An infinite second moment never comes back: its weight never changes again (Adam)
     or is NaN (Adafactor). A norm over all gradients adds up all their squares. An
     optimizer that is not known is taken to square.
 
@@ -126,8 +126,8 @@ def largest_square_root(inner: Any, dtype: str, elements: int) -> float:
         elements: How many numbers the optimizer updates.
     """
     by_norm = _bound(inner, "clipnorm") or _bound(inner, "global_clipnorm")
-    # Moments are squares of one number each. In float32 there is room enough to bound
-    # their sum as well, which some optimizers take; in float16 there is not.
+    # Moments are squares of one number each. float32 is wide enough to bound
+    # their sum as well, which some optimizers take; float16 is not.
     terms = 1 if dtype in NARROW and not by_norm else max(1, elements)
     root = math.sqrt(LARGEST[dtype] / terms)
     harmless = _kind(inner) in _LINEAR or 0.0 < _bound(inner, "clipvalue") <= root

@@ -2,8 +2,8 @@
 """Policies: the settings of a loss scale, and how a step moves it.
 
 `Policy` is a protocol of two methods. `Fixed` and `Dynamic` implement it, and so does
-any frozen dataclass of yours; nobody subclasses `Dynamic`. Settings are checked at
-construction. The transition itself stands in `rule.py` and is not restated here.
+any frozen dataclass you write; `Dynamic` itself is final. Settings are checked at
+construction. The transition itself is in `rule.py` and is not restated here.
 """
 
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ class _Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamic(_Prepared):
-    """A scale that grows after clean steps and backs off after overflows.
+    """A scale that grows after finite steps and backs off after overflows.
 
     The defaults are torch's numbers, with a floor and a cap that keep both the scale
     and its reciprocal normal float32 numbers. `lossscale.presets` holds the settings
@@ -155,7 +155,7 @@ class Dynamic(_Prepared):
     unless `backoff_divisor` is given."""
 
     growth_interval: int = 2000
-    """How many clean steps in a row make the scale grow."""
+    """How many finite steps in a row make the scale grow."""
 
     hysteresis: int = 1
     """How many overflows make the scale back off. Every one of them skips its step."""
@@ -178,22 +178,23 @@ class Dynamic(_Prepared):
     power of two a power of two, and unscaling exact."""
 
     growth_delay: Literal["never", "first", "always"] = "never"
-    """Whether growth takes one clean step more than `growth_interval`: never, only
+    """Whether growth takes one finite step more than `growth_interval`: never, only
     the first time after an overflow (DeepSpeed), or always (flax)."""
 
     consecutive_overflows: bool = False
-    """Whether only consecutive overflows add up to `hysteresis`: a clean step clears
+    """Whether only consecutive overflows add up to `hysteresis`: a finite step clears
     the count. Otherwise they accumulate until the scale grows or backs off."""
 
     backoff_resets_hysteresis: bool = True
     """Whether a back-off clears the count of overflows. If not, every overflow after
-    it backs off again, until growth (or, with `consecutive`, a clean step) clears
+    it backs off again, until growth (or, with `consecutive_overflows`, a
+    finite step) clears
     the count (Megatron, DeepSpeed)."""
 
     hold_on_nonfinite_loss: bool = False
     """Whether a step whose loss was not finite *before* it was scaled leaves the scale
     as it is: a lower scale would not have helped. Its step is skipped all the same. It
-    needs `Signal.loss_finite`; where nobody looked at the loss it changes nothing."""
+    needs `Signal.loss_finite`; where the loss was not checked it changes nothing."""
 
     def __post_init__(self) -> None:
         """Check every setting, and keep it as a plain Python number."""
@@ -301,9 +302,9 @@ class Dynamic(_Prepared):
             *self.switches,
             where,
         )
-        return self.keep_if_loss_nonfinite(state, ScaleState(*moved), signal, where)
+        return self.held(state, ScaleState(*moved), signal, where)
 
-    def keep_if_loss_nonfinite(
+    def held(
         self, before: ScaleState, after: ScaleState, signal: Signal, where: Where
     ) -> ScaleState:
         """Return the state before a step if its loss is what went wrong, else after."""

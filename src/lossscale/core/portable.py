@@ -90,7 +90,10 @@ def from_portable(portable: Mapping[str, Any]) -> tuple[Fixed | Dynamic, ScaleSt
             raise StateError(message)
     kind = settings.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
-        message = f"The policy's kind must be {' or '.join(_KINDS)}, got {format_value(kind)}."
+        message = (
+            f"The policy's kind must be {' or '.join(_KINDS)}, got "
+            f"{format_value(kind)}."
+        )
         raise StateError(message)
     policy_class = _KINDS[kind]
     names = {field.name for field in fields(policy_class)}
@@ -109,13 +112,12 @@ def save(path: str | os.PathLike[str], policy: Policy, state: ScaleState) -> Non
 
     Example:
         >>> import os, tempfile
-        >>> from lossscale import Fixed
-        >>> from lossscale.core import portable
+        >>> from lossscale import Fixed, load, save
         >>> policy = Fixed(8.0)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = os.path.join(folder, "scaler.json")
-        ...     portable.save(path, policy, policy.init())
-        ...     portable.load(path)
+        ...     save(path, policy, policy.init())
+        ...     load(path)
         (Fixed(scale=8.0), ScaleState(scale=8.0, good_steps=0, bad_steps=0))
     """
     text = json.dumps(to_portable(policy, state), indent=2, allow_nan=False) + "\n"
@@ -135,7 +137,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
             file.write(text)
         return
     target = Path(os.path.realpath(path))
-    # Beside the target, since only a rename within a file system is atomic; and not
+    # Next to the target, since only a rename within a file system is atomic; and not
     # by tempfile, whose files are private, where an ordinary open() follows the umask.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -148,7 +150,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         temporary.replace(target)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        # The caller knows nothing of the file beside the one that was asked for.
+        # The caller does not know the temporary file: name the one it asked for.
         raise OSError(error.errno, error.strerror, str(path)) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -212,14 +214,14 @@ def _check_format(portable: Mapping[str, Any]) -> None:
     newer = number.isdecimal() and number.lstrip("0") not in ("", "1")
     if name == "lossscale" and newer:
         message = (
-            f"This state has format {format_value(written)}, this version reads {FORMAT!r}. "
-            "Upgrade with: pip install --upgrade lossscale"
+            f"This state has format {format_value(written)}, this version reads "
+            f"{FORMAT!r}. Upgrade with: pip install --upgrade lossscale"
         )
     else:
         message = (
-            f"This is not a lossscale state: 'format' is {format_value(written)}, expected "
-            f"{FORMAT!r}. Another library's state goes through `lossscale convert` "
-            "or lossscale.convert.from_library."
+            f"This is not a lossscale state: 'format' is {format_value(written)}, "
+            f"expected {FORMAT!r}. To read another library's state, use `lossscale "
+            "convert` or lossscale.convert.from_library."
         )
     raise StateError(message)
 
@@ -249,7 +251,9 @@ def check_state(policy: Policy, state: ScaleState) -> ScaleState:
     if not isinstance(state, ScaleState):
         message = f"A state is a ScaleState, got {format_value(state)}."
         raise StateError(message)
-    values = {name: plain_number(value) for name, value in state._asdict().items()}
+    values = {
+        name: validation.plain_number(value) for name, value in state._asdict().items()
+    }
     scale = values["scale"]
     if isinstance(scale, bool) or not isinstance(scale, Real):
         message = f"The scale must be one number, got {format_value(scale)}."
@@ -261,7 +265,10 @@ def check_state(policy: Policy, state: ScaleState) -> ScaleState:
     for name in ("good_steps", "bad_steps"):
         counter = values[name]
         if isinstance(counter, bool) or not isinstance(counter, Integral):
-            message = f"The counter '{name}' must be a whole number, got {format_value(counter)}."
+            message = (
+                f"The counter '{name}' must be a whole number, got "
+                f"{format_value(counter)}."
+            )
             raise StateError(message)
         if not 0 <= int(counter) < _COUNTER_END:
             message = (
@@ -283,15 +290,3 @@ def check_state(policy: Policy, state: ScaleState) -> ScaleState:
         )
         raise StateError(message)
     return ScaleState(scale, int(values["good_steps"]), int(values["bad_steps"]))
-
-
-def plain_number(value: Any) -> Any:
-    """Return the Python number in an array of one element; anything else as it is."""
-    if hasattr(value, "numpy") and not hasattr(value, "item"):  # TensorFlow's
-        value = value.numpy()
-    if not hasattr(value, "item"):
-        return value
-    try:
-        return value.item()
-    except (RuntimeError, TypeError, ValueError):  # more than one element
-        return value

@@ -4,7 +4,7 @@
 Every scaler in the field is one small state machine. This file is that machine,
 and the only place in the package where it is written down. Read it first.
 
-The state is three numbers: `scale`; `good`, the clean steps counted towards the
+The state is three numbers: `scale`; `good`, the finite steps counted towards the
 next growth; and `bad`, the overflows counted towards the next back-off. A step
 reports one thing, `finite`: were all gradients finite? Then:
 
@@ -65,7 +65,7 @@ def transition(
 
     Args:
         scale: Current scale, float32.
-        good: Clean steps counted towards the next growth, an integer.
+        good: Finite steps counted towards the next growth, an integer.
         bad: Overflows counted towards the next back-off, an integer.
         finite: Whether every gradient of this step was finite, a boolean.
         growth_factor: What growth multiplies by, above 1.
@@ -95,7 +95,7 @@ def transition(
         bad = where(finite, bad, bad + 1)
 
     # An overflow has just set good to 0 and the threshold is at least 1, so growth
-    # needs no look at `finite`. A back-off does: bad may wait at its threshold.
+    # does not depend on `finite`. A back-off does: bad may wait at its threshold.
     grow = good >= growth_threshold
     # `bad < 0` is a False of the right kind in every framework.
     shrink = where(finite, bad < 0, bad >= hysteresis)

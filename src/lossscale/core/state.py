@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 Array: TypeAlias = Any
-"""A number or array of any framework; lossscale's core looks into none of them."""
+"""A number or array of any framework; the core never inspects one."""
 
 Where: TypeAlias = Callable[[Array, Array, Array], Array]
 """A framework's select: `where(condition, a, b)`.
 
 Either value may be a Python number, which takes the dtype of the other. A framework
-whose own function does not do that lends one that does.
+whose own function does not do that provides one that does.
 """
 
 
@@ -32,7 +32,7 @@ class ScaleState(NamedTuple):
     scale: Array
     """What the loss is multiplied by; float32."""
     good_steps: Array
-    """Clean steps counted towards the next growth; an integer."""
+    """Finite steps counted towards the next growth; an integer."""
     bad_steps: Array
     """Overflows counted towards the next back-off; an integer."""
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nested structures of gradients, for adapters whose framework has no trees of its own.
 
-A structure is any nest of dict, list, tuple and NamedTuple. `None` is not a leaf: it
-stands for a gradient that does not exist and passes through. Nothing that was given
+A structure is any nesting of dict, list, tuple and NamedTuple. `None` is not a leaf: it
+represents a gradient that does not exist and passes through. Nothing that was given
 is changed; every result is a new structure of the same shape.
 """
 
@@ -46,7 +46,7 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -
 
 
 def check_same_structure(first: Any, second: Any, path: str = "") -> None:
-    """Raise a `StructureError` that names the first place where two nests differ."""
+    """Raise a `StructureError` that names the first path at which the two differ."""
     children, others = _children(first, path), _children(second, path)
     if children is None and others is None:
         return
@@ -87,7 +87,7 @@ def _children(tree: Any, path: str) -> list[tuple[str, Any]] | None:
 
 
 def _describe(tree: Any) -> str:
-    """Say what stands at a place, in a few words."""
+    """Describe one node of a structure, in a few words."""
     if isinstance(tree, dict):
         return f"dict with keys {list(tree)}"
     if isinstance(tree, (list, tuple)):

@@ -11,11 +11,14 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-from lossscale.core.state import MEASUREMENTS
-from lossscale.errors import SettingError, SettingTypeError
+from lossscale.core.state import MEASUREMENTS, Signal
+from lossscale.errors import GradientError, SettingError, SettingTypeError
 
 FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
 """The largest float32 number."""
+
+_ROUNDED_TO_MAX = float.fromhex("0x1.ffffffp+127")
+"""What is below it is rounded to a float32 number, such as 3.4028235e38."""
 
 SMALLEST_NORMAL = 2.0**-126
 """The smallest normal float32 number. Its reciprocal is finite."""
@@ -66,10 +69,10 @@ def check_number(name: str, value: Any, expected: str) -> float:
         result = float(value)
     except OverflowError:  # an integer beyond float64
         result = math.inf
-    if not -FLOAT32_MAX <= result <= FLOAT32_MAX:  # NaN fails this as well
+    if not -_ROUNDED_TO_MAX < result < _ROUNDED_TO_MAX:  # NaN fails this as well
         message = f"{name} must be {expected}, got {format_value(value)}."
         raise SettingError(message)
-    return result
+    return max(-FLOAT32_MAX, min(result, FLOAT32_MAX))
 
 
 def check_count(name: str, value: Any) -> int:
@@ -84,7 +87,10 @@ def check_count(name: str, value: Any) -> int:
     result = int(value)
     # Counters are int32 in most frameworks.
     if not 1 <= result < 2**31 - 1:
-        message = f"{name} must be {expected} (and below 2**31 - 1), got {format_value(value)}."
+        message = (
+            f"{name} must be {expected} (and below 2**31 - 1), got "
+            f"{format_value(value)}."
+        )
         raise SettingError(message)
     return result
 
@@ -145,3 +151,25 @@ def check_measurements(measure: Iterable[str]) -> frozenset[str]:
         message = f"Cannot measure {unknown}; there are {', '.join(MEASUREMENTS)}."
         raise SettingError(message)
     return wanted
+
+
+def require_signal(signal: Any) -> None:
+    """Raise unless what an `update` was given is a `Signal`."""
+    if not isinstance(signal, Signal):
+        message = (
+            "signal must be a Signal, such as unscale returns; got "
+            f"{format_value(signal)}."
+        )
+        raise GradientError(message)
+
+
+def plain_number(value: Any) -> Any:
+    """Return the Python number in an array of one element; anything else as it is."""
+    if hasattr(value, "numpy") and not hasattr(value, "item"):  # TensorFlow's
+        value = value.numpy()
+    if not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, TypeError, ValueError):  # more than one element
+        return value

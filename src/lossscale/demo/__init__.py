@@ -9,11 +9,12 @@ without a scale, float16 with a fixed scale, float16 with a dynamic scale. Needs
 import lossscale.numpy  # noqa: F401  # without NumPy, it says what to install
 from lossscale.demo.data import Digits, load_digits
 from lossscale.demo.picture import check_matplotlib, draw
-from lossscale.demo.training import Run, compare, train
+from lossscale.demo.training import Run, Step, compare, train
 
 __all__ = [
     "Digits",
     "Run",
+    "Step",
     "check_matplotlib",
     "compare",
     "draw",

@@ -119,7 +119,7 @@ def backward(
     Returns:
         Gradients in `number`, one per weight; overflow leaves infinity or NaN there.
     """
-    # Overflow is what a scaler looks for in the result, so NumPy need not warn of it.
+    # A scaler checks the result for overflow, so NumPy need not warn of it.
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         gradient: Array = seed.astype(number)
         results = [_product(trace.inputs[-1].T, gradient, number)]

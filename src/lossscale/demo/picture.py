@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from lossscale.demo.training import Run
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 _COLOURS = ("#999999", "#D55E00", "#0072B2", "#009E73")
 _WIDTHS = (5.0, 2.0, 1.6, 1.6)
 _STYLES = ("-", "-", "-", (0, (4, 2)))
@@ -55,7 +55,7 @@ def draw(runs: list[Run], path: Path | str) -> None:
 
     figure = Figure(figsize=(9, 7), dpi=150, facecolor="white")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    # Room at the right for labels beside the lines they name.
+    # Space at the right for labels next to the lines they name.
     figure.subplots_adjust(left=0.09, right=0.69, top=0.94, bottom=0.08, hspace=0.08)
     _draw_losses(upper, runs)
     _draw_scales(lower, runs)

@@ -3,13 +3,14 @@
 
 Every run of one seed starts from the same weights and sees the same batches, so number
 format and scale are all that differs. A run is a pure function of its arguments, up to
-the rounding of the installed BLAS. Imports NumPy and the library's own verbs only.
+the rounding of the installed BLAS. Imports NumPy and `lossscale.numpy` only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from lossscale.errors import SettingError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from lossscale.core.state import ScaleState, Signal
+
 STEPS = 300
 BATCH = 64
 # Measured: 2**4 to 2**16 train alike, 2**2 never starts, 2**20 skips most steps.
@@ -32,11 +35,29 @@ _PROBE_INTERVAL = 25
 _FINAL_STEPS = 20
 
 
-class OnStep(Protocol):
-    """Hear of every finished step."""
+class Step(NamedTuple):
+    """What a finished step did."""
 
-    def __call__(self, name: str, step: int, loss: float) -> None:
-        """Receive the run's name, the step counted from 0, and its loss."""
+    run: str
+    """The name of the run."""
+    number: int
+    """Which step it is, counted from 1."""
+    loss: float
+    """The unscaled loss."""
+    rate: float
+    """The learning rate."""
+    policy: Policy
+    """What moves the scale."""
+    state: ScaleState
+    """The state whose scale was used."""
+    signal: Signal
+    """What unscaling found, its measurements included."""
+    gradients: list[network.Array]
+    """The gradients as stored: scaled, in the run's format; one per layer."""
+
+
+OnStep: TypeAlias = Callable[[Step], object]
+"""Called with every finished step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +174,7 @@ def train(
     scales = np.zeros(steps, np.float32)
     skipped = np.zeros(steps, np.bool_)
     lost = found = 0
+    measured = () if on_step is None else ("nan", "amax", "norm")
 
     for step in range(steps):
         chosen = generator.integers(len(digits.train_labels), size=BATCH)
@@ -162,11 +184,14 @@ def train(
         losses[step], slope = network.cross_entropy(trace.logits, labels)
         seed_gradient = slope * ls.scale(np.float32(1), state)
         stored = network.backward(weights, trace, seed_gradient, number)
-        gradients, signal = ls.unscale(stored, state)
+        gradients, signal = ls.unscale(stored, state, measure=measured)
 
         rate = muon.RATE * (1 - step / steps)
         proposed = muon.step(weights, momenta, gradients, rate)
         scales[step], skipped[step] = state.scale, not signal.finite
+        if on_step is not None:
+            loss = float(losses[step])
+            on_step(Step(name, step + 1, loss, rate, policy, state, signal, stored))
         if step % _PROBE_INTERVAL == 0:
             exact = _exact_gradients(weights, images, labels)
             lost += _count_lost(stored, exact)
@@ -174,8 +199,6 @@ def train(
 
         weights, momenta = ls.select(signal.finite, proposed, (weights, momenta))
         state = ls.update(policy, state, signal)
-        if on_step is not None:
-            on_step(name, step, float(losses[step]))
 
     return Run(
         name=name,

@@ -1,11 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examining scales: what a policy does to a run, before or after it happened.
+"""Diagnostics: record every step of a training, and find out what happened in it.
 
-Uses the core and NumPy. Adapters do not import it.
+Recording, reading and the alarms need the standard library alone; simulations, tensor
+statistics and reports need NumPy as well, and are loaded when they are first used.
+Adapters do not import this package.
 """
 
-import lossscale.numpy  # noqa: F401  # without NumPy, it says what to install
-from lossscale.diagnostics.recording import Recording, read_recording
-from lossscale.diagnostics.simulation import Simulation, simulate
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Recording", "Simulation", "read_recording", "simulate"]
+from lossscale.diagnostics.alarms import Alarm, AlarmRules
+from lossscale.diagnostics.loggers.jax import record_in_jit
+from lossscale.diagnostics.records.parquet import export_parquet
+from lossscale.diagnostics.records.reader import RecordWarning, RunFile, read_run
+from lossscale.diagnostics.records.recorder import Recorder
+from lossscale.diagnostics.records.steps import StepRecord, TensorStatistics
+
+if TYPE_CHECKING:
+    from lossscale.diagnostics.recording import Recording, read_recording
+    from lossscale.diagnostics.report.build import build_report
+    from lossscale.diagnostics.simulation import Simulation, simulate
+    from lossscale.diagnostics.statistics import (
+        ExponentHistogram,
+        exponent_histogram,
+        measure_tensors,
+    )
+
+__all__ = [
+    "Alarm",
+    "AlarmRules",
+    "ExponentHistogram",
+    "RecordWarning",
+    "Recorder",
+    "Recording",
+    "RunFile",
+    "Simulation",
+    "StepRecord",
+    "TensorStatistics",
+    "build_report",
+    "exponent_histogram",
+    "export_parquet",
+    "measure_tensors",
+    "read_recording",
+    "read_run",
+    "record_in_jit",
+    "simulate",
+]
+
+_WITH_NUMPY = {
+    "ExponentHistogram": "statistics",
+    "Recording": "recording",
+    "Simulation": "simulation",
+    "build_report": "report.build",
+    "exponent_histogram": "statistics",
+    "measure_tensors": "statistics",
+    "read_recording": "recording",
+    "simulate": "simulation",
+}
+"""The names that need NumPy, and where each of them is."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name that needs NumPy; without it, say what to install."""
+    if name not in _WITH_NUMPY:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    importlib.import_module("lossscale.numpy")
+    module = importlib.import_module(f"{__name__}.{_WITH_NUMPY[name]}")
+    return getattr(module, name)

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The JAX adapter: pure functions over pytrees.
 
-verbs              init, scale, unscale, update, select
-value_and_grad     JAX's function of that name, with the loss scaled inside
-selecting          `select`, and `apply_if_finite`, which saves the work
-retrying           a bad step again, at a lower scale
-accumulation       micro-batches in a scan, the bad ones dropped
-leaves             one gradient: its kinds, its bits, what passes through
-measurements       what `unscale` measures when it is asked to
-norms              a norm in one pass, where squares may leave float32
-reports            which leaf it was, by key path
-signatures         the name of a function for one that takes the state as well
-agreement          one decision for all devices of a mapped axis
-drop_ins           the names of jmp and flax
+functional.py      init, scale, unscale, update, select, apply_if_finite
+value_and_grad.py  JAX's function of that name, with the loss scaled inside
+retries.py         a step that overflowed again, at the lowered scale
+accumulation.py    micro-batches in a scan
+selection.py       selection between two trees, leaf by leaf
+gradient.py        one gradient: dtype, bits, check; leaves that pass through
+measurements.py    what `unscale` measures when it is asked to
+norms.py           a norm in one pass, where squares may leave float32
+consensus.py       one decision for all devices of a mapped axis
+report.py          which leaves were not finite, by key path
+alarm.py           a warning after many skipped steps in a row
+arguments.py       validation of policies, states, argument positions and flags
+function_names.py  a function's name for a wrapper that takes the state as well
+export.py          registration with `jax.export`
+types.py           names for the types in signatures
+compat/            the loss scales of jmp and flax
 """
 
 from lossscale.core.optional import explain_missing
@@ -22,29 +26,49 @@ try:
 except ModuleNotFoundError as error:
     raise explain_missing(error, "jax", "JAX") from None
 
-from lossscale.jax.accumulation import Accumulated, accumulating
-from lossscale.jax.leaves import overwritten
-from lossscale.jax.reports import LeafFlags, bad_leaves, leaf_flags
-from lossscale.jax.retrying import Retried, retrying
-from lossscale.jax.selecting import apply_if_finite
-from lossscale.jax.value_and_grad import Differentiated, value_and_grad
-from lossscale.jax.verbs import init, scale, select, unscale, update
+from lossscale.core.state import ScaleState, Signal
+from lossscale.jax.accumulation import AccumulationResult, accumulate_gradients
+from lossscale.jax.alarm import CollapseAlarm
+from lossscale.jax.export import register_tuple
+from lossscale.jax.functional import (
+    apply_if_finite,
+    init,
+    scale,
+    select,
+    unscale,
+    update,
+)
+from lossscale.jax.gradient import is_overwrite_with_gradient
+from lossscale.jax.report import LeafFlags, leaf_flags, nonfinite_leaves
+from lossscale.jax.retries import RetryResult, with_retries
+from lossscale.jax.value_and_grad import ValueAndGrad, value_and_grad
+
+for _kind in (
+    ScaleState,
+    Signal,
+    ValueAndGrad,
+    AccumulationResult,
+    LeafFlags,
+    RetryResult,
+):
+    register_tuple(_kind)
 
 __all__ = [
-    "Accumulated",
-    "Differentiated",
+    "AccumulationResult",
+    "CollapseAlarm",
     "LeafFlags",
-    "Retried",
-    "accumulating",
+    "RetryResult",
+    "ValueAndGrad",
+    "accumulate_gradients",
     "apply_if_finite",
-    "bad_leaves",
     "init",
+    "is_overwrite_with_gradient",
     "leaf_flags",
-    "overwritten",
-    "retrying",
+    "nonfinite_leaves",
     "scale",
     "select",
     "unscale",
     "update",
     "value_and_grad",
+    "with_retries",
 ]

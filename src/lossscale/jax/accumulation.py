@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation over micro-batches with `lax.scan`.
 
-Every micro-batch is unscaled, checked and then added up in float32 or wider. A bad one
-is dropped, or it makes the whole step a bad one; either way the policy hears of it.
+Every micro-batch is unscaled, checked and added in float32 or wider. A micro-batch that
+overflowed, or has a gradient that is too large, is dropped, or the whole step is
+skipped; in both cases the policy is informed of an overflow.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,186 +15,241 @@ import jax.numpy as jnp
 from lossscale.core import validation
 from lossscale.core.policies import Policy
 from lossscale.core.state import Array, ScaleState, Signal
-from lossscale.jax import leaves, verbs
-from lossscale.jax.agreement import agreed, devices
-from lossscale.jax.leaves import AsIs, KeyPath, overwritten
-from lossscale.jax.signatures import named_like
-from lossscale.jax.value_and_grad import (
+from lossscale.jax import functional, gradient
+from lossscale.jax.arguments import (
     check_policy,
-    is_differentiable,
-    scaled_value_and_grad,
+    check_state,
+    get_argument,
+    normalize_argnums,
 )
+from lossscale.jax.consensus import count_devices, reduce_signal
+from lossscale.jax.function_names import copy_name
+from lossscale.jax.gradient import is_overwrite_with_gradient
+from lossscale.jax.types import AxisName, KeyPath, LeafPredicate, PyTree
+from lossscale.jax.value_and_grad import differentiate_scaled
 
 
-class Accumulated(NamedTuple):
-    """What the micro-batches of a step add up to.
+class AccumulationResult(NamedTuple):
+    """The result of a function that `accumulate_gradients` returned.
 
     Example:
         >>> import lossscale.jax as ls
-        >>> ls.Accumulated._fields
+        >>> ls.AccumulationResult._fields
         ('value', 'grads', 'signal', 'state', 'used')
     """
 
-    value: Any
+    value: PyTree
     """The mean loss of the micro-batches that were used, NaN without any; with
-    `has_aux` the pair of it and the rest, one row for each micro-batch."""
-    grads: Any
+    `has_aux` the pair of it and the auxiliary data, one row for each micro-batch."""
+    grads: PyTree
     """The mean of the unscaled gradients of the micro-batches that were used."""
     signal: Signal
-    """Whether the step may be applied."""
+    """The result of the check; `signal.finite` says whether to apply the step."""
     state: ScaleState
-    """The state for the next step; one bad micro-batch counts as an overflow."""
-    used: Array
+    """The state for the next step; one micro-batch that overflowed is an overflow."""
+    used: jax.Array
     """Which micro-batches were used: a row of booleans."""
 
 
-def accumulating(
+def accumulate_gradients(
     fun: Callable[..., Any],
     policy: Policy,
     *,
-    bad: Literal["drop", "skip"] = "drop",
+    on_overflow: Literal["drop", "skip"] = "drop",
     batch_argnums: int | Sequence[int] = 1,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    axis_name: Any = None,
-    as_is: AsIs = overwritten,
-) -> Callable[..., Accumulated]:
+    axis_name: AxisName = None,
+    passthrough: LeafPredicate = is_overwrite_with_gradient,
+) -> Callable[..., AccumulationResult]:
     """Return a function that differentiates `fun` on one micro-batch after another.
 
     Call it as `(state, *args)`. The arguments at `batch_argnums` have one axis more
-    than `fun` takes: the first axis counts the micro-batches. All of them see one
-    scale. State of float8 layers (see `overwritten`) is the largest of those used.
+    than `fun` takes: the first axis counts the micro-batches. All of them use one
+    scale. State of float8 layers (see `is_overwrite_with_gradient`) is the largest of
+    the micro-batches that were used.
 
     Args:
         fun: Returns the mean loss of a micro-batch, or with `has_aux` a pair of it and
-            anything else.
+            auxiliary data.
         policy: Any policy.
-        bad: "drop" leaves bad micro-batches out and takes the mean of the others; the
-            step is bad if none is left. "skip" makes the whole step a bad one.
-        batch_argnums: Which arguments of `fun` are cut into micro-batches.
+        on_overflow: "drop" leaves out a micro-batch that overflowed, or has a gradient
+            that is too large, and averages the others; the step is skipped if none is
+            left. "skip" skips the whole step.
+        batch_argnums: Which arguments of `fun` are split into micro-batches.
         argnums: Which arguments of `fun` to differentiate.
         has_aux: Whether `fun` returns a pair.
-        axis_name: The mapped axes whose devices decide together; see `unscale`. A
+        axis_name: The mapped axes whose devices make one decision; see `unscale`. A
             micro-batch is dropped by all of them or by none.
-        as_is: Which gradients are not unscaled; see `unscale`.
+        passthrough: Which gradients are not unscaled; see `unscale`.
 
     Raises:
         SettingTypeError: If `policy` is not a policy.
-        SettingError: If `bad` is neither word.
+        SettingError: If `on_overflow` is neither "drop" nor "skip".
 
     Example:
         >>> import jax, jax.numpy as jnp, lossscale, lossscale.jax as ls
         >>> policy = lossscale.Dynamic(init_scale=8.0)
-        >>> step = jax.jit(ls.accumulating(lambda weight, x: weight * x, policy))
+        >>> step = ls.accumulate_gradients(lambda weight, x: weight * x, policy)
         >>> batches = jnp.array([1.0, jnp.inf, 3.0])
         >>> value, grads, signal, state, used = step(ls.init(policy), 1.0, batches)
         >>> float(grads), bool(signal.finite), float(state.scale), used.tolist()
         (2.0, True, 4.0, [True, False, True])
     """
     check_policy(policy)
-    drops = validation.check_choice("bad", bad, ("drop", "skip")) == "drop"
-    places = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
+    drops = (
+        validation.check_choice("on_overflow", on_overflow, ("drop", "skip")) == "drop"
+    )
+    positions = normalize_argnums("argnums", argnums)
+    split = normalize_argnums("batch_argnums", batch_argnums)
+    batch_positions = [split] if isinstance(split, int) else list(split)
 
-    @named_like(fun)
-    def accumulated(state: ScaleState, /, *args: Any) -> Accumulated:
-        def one(total: Any, batch: list[Any]) -> tuple[Any, Any]:
-            every = list(args)
-            for place, part in zip(places, batch, strict=True):
-                every[place] = part
-            value, grads = scaled_value_and_grad(
-                fun, state, tuple(every), {}, argnums=argnums, has_aux=has_aux
-            )
-            loss = value[0] if has_aux else value
-            names = axis_name if drops else None  # else they agree once, in the end
-            unscaled, signal = verbs.unscale(
-                grads, state, axis_name=names, as_is=as_is, loss=loss
-            )
-            added = _added(total, unscaled, signal.finite, as_is)
-            return added, (value, signal.finite, signal.loss_finite)
+    @copy_name(fun)
+    def accumulated_value_and_grad(
+        state: ScaleState, /, *args: Any
+    ) -> AccumulationResult:
+        check_state(state)
 
-        batches = [args[place] for place in places]
-        start = _zeros(args, argnums)
-        if _varies(args):
+        def add_micro_batch(
+            sums: _Sums, micro_batch: list[PyTree]
+        ) -> tuple[_Sums, tuple[PyTree, Signal]]:
+            all_args = list(args)
+            for position, part in zip(batch_positions, micro_batch, strict=True):
+                all_args[position] = part
+            value, grads = differentiate_scaled(
+                fun, state, tuple(all_args), {}, argnums=positions, has_aux=has_aux
+            )
+            unscaled, _, signal = functional.unscale_locally(
+                grads,
+                state,
+                passthrough=passthrough,
+                loss=value[0] if has_aux else value,
+                divisor=count_devices(axis_name),
+            )
+            if drops:  # else the devices decide once, at the end
+                signal = reduce_signal(signal, axis_name)
+            return _add(sums, unscaled, signal.finite, passthrough), (value, signal)
+
+        batches = [
+            get_argument("batch_argnums", args, position)
+            for position in batch_positions
+        ]
+        sums = _init_sums(args, positions)
+        if _is_varying(args):
             # Sums vary along axes of a shard_map along which plain zeros do not.
             first = jax.tree.map(lambda rows: rows[0], batches)
-            shapes, _ = jax.eval_shape(one, start, first)
-            start = jax.tree.map(jnp.zeros_like, shapes)
-        total, (values, finite, loss_finite) = jax.lax.scan(one, start, batches)
-        seen = Signal(
-            finite=jnp.all(finite),
-            # An overflow beside a loss that was not finite is an overflow.
-            loss_finite=jnp.all(loss_finite) | jnp.any(~finite & loss_finite),
-        )
-        seen = seen if drops else agreed(seen, axis_name)
-        used = finite if drops else jnp.broadcast_to(seen.finite, finite.shape)
-        count = jnp.sum(used, dtype=jnp.int32)
-        grads, applicable = _mean(total, count, as_is, devices(axis_name))
-        signal = agreed(Signal(applicable & (count > 0)), axis_name)
+            shapes, _ = jax.eval_shape(add_micro_batch, sums, first)
+            sums = jax.tree.map(jnp.zeros_like, shapes)
+        sums, (values, signals) = jax.lax.scan(add_micro_batch, sums, batches)
+        combined = _combine_signals(signals)
+        used = signals.finite
         if not drops:
-            signal = signal._replace(finite=signal.finite & seen.finite)
-        # A sum beyond its dtype is an overflow too.
-        seen = seen._replace(finite=seen.finite & signal.finite)
-        signal = signal._replace(loss_finite=seen.loss_finite)
-        losses = values[0] if has_aux else values
-        kept = jnp.where(used, leaves.widened(losses), 0)
-        value = jnp.sum(kept) / count.astype(kept.dtype)  # 0 / 0 is NaN
-        return Accumulated(
-            (value, values[1]) if has_aux else value,
-            grads,
-            signal,
-            verbs.update(policy, state, seen),
+            combined = reduce_signal(combined, axis_name)
+            used = jnp.broadcast_to(combined.finite, used.shape)
+        count = jnp.sum(used, dtype=jnp.int32)
+        # A step that uses no micro-batch is an overflow.
+        combined = combined._replace(finite=combined.finite & (count > 0))
+        loss = _average_losses(values[0] if has_aux else values, used, count)
+        return AccumulationResult(
+            (loss, values[1]) if has_aux else loss,
+            _average_gradients(sums.grads, count, passthrough),
+            _to_step_signal(combined, applied=count > 0),
+            functional.update(policy, state, combined),
             used,
         )
 
-    return accumulated
+    return accumulated_value_and_grad
 
 
-def _varies(tree: Any) -> bool:
-    """Whether any leaf differs from device to device of a shard_map that checks it."""
+class _Sums(NamedTuple):
+    """The carry of the scan."""
+
+    grads: PyTree
+    """The sums of the gradients of the micro-batches that were used."""
+    is_started: jax.Array
+    """Whether any micro-batch was used."""
+
+
+def _is_varying(tree: PyTree) -> bool:
+    """Whether any leaf varies over the devices of a shard_map that checks it."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    kinds = [jax.typeof(leaf) for leaf in arrays]
-    # JAX's name for it has changed.
-    kinds = [getattr(kind, "manual_axis_type", kind) for kind in kinds]
-    return any(getattr(k, "varying", getattr(k, "vma", None)) for k in kinds)
+    types: list[Any] = [jax.typeof(leaf) for leaf in arrays]
+    # JAX has renamed the attribute.
+    types = [getattr(kind, "manual_axis_type", kind) for kind in types]
+    return any(getattr(t, "varying", getattr(t, "vma", None)) for t in types)
 
 
-def _zeros(args: tuple[Any, ...], argnums: int | Sequence[int]) -> Any:
-    """Return sums of nothing, in the shapes and dtypes of unscaled gradients."""
+def _init_sums(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> _Sums:
+    """Return zeros in the shapes and dtypes of the unscaled gradients."""
 
-    def zero(leaf: Any) -> Any:
-        if not is_differentiable(leaf):
+    def make_zeros(leaf: Any) -> jax.Array | None:
+        if not gradient.is_differentiable(leaf):
             return None
-        return jnp.zeros_like(leaves.widened(jnp.asarray(leaf)))
+        return jnp.zeros_like(gradient.upcast(jnp.asarray(leaf)))
 
-    trees = args[argnums] if isinstance(argnums, int) else [args[at] for at in argnums]
-    found = jax.tree.map(zero, trees)
-    return (found if isinstance(argnums, int) else tuple(found)), jnp.asarray(False)
-
-
-def _added(carry: Any, grads: Any, finite: Array, as_is: AsIs) -> Any:
-    """Return the sums with one micro-batch more, if it is finite."""
-    total, is_started = carry
-
-    def add(path: KeyPath, old: Array, new: Array) -> Array:
-        if as_is(path, new):
-            new = new.astype(old.dtype)
-            return jnp.where(is_started, jnp.maximum(old, new), new)
-        return old + new
-
-    proposed = jax.tree_util.tree_map_with_path(add, total, grads)
-    # A product with 0 would leave NaN; a choice does not.
-    chosen = jax.tree.map(lambda new, old: jnp.where(finite, new, old), proposed, total)
-    return chosen, is_started | finite
+    if isinstance(argnums, int):
+        trees = get_argument("argnums", args, argnums)
+    else:
+        trees = tuple(get_argument("argnums", args, position) for position in argnums)
+    return _Sums(jax.tree.map(make_zeros, trees), jnp.asarray(False))
 
 
-def _mean(carry: Any, count: Array, as_is: AsIs, addends: int) -> tuple[Any, Array]:
-    """Return sums divided by how many were added up, and whether they are finite."""
-    total, _ = carry
-    mean, results = leaves.map_gradients(
-        lambda leaf: leaves.multiplied(
-            leaf, 1.0 / jnp.maximum(count, 1).astype(leaves.real_dtype(leaf))
-        ),
-        total,
-        as_is,
+def _add(
+    sums: _Sums, grads: PyTree, finite: jax.Array, passthrough: LeafPredicate
+) -> _Sums:
+    """Add the gradients of a micro-batch to the sums if it is finite."""
+
+    def add(path: KeyPath, total: jax.Array, grad: jax.Array) -> jax.Array:
+        if passthrough(path, grad):
+            grad = grad.astype(total.dtype)
+            return jnp.where(sums.is_started, jnp.maximum(total, grad), grad)
+        return total + grad
+
+    new = jax.tree_util.tree_map_with_path(add, sums.grads, grads)
+    # Multiplying by 0 would keep NaN; selecting does not.
+    totals = jax.tree.map(
+        lambda new_leaf, old_leaf: jnp.where(finite, new_leaf, old_leaf),
+        new,
+        sums.grads,
     )
-    return mean, leaves.together([leaves.is_finite(leaf, addends) for leaf in results])
+    return _Sums(totals, sums.is_started | finite)
+
+
+def _combine_signals(signals: Signal) -> Signal:
+    """Return the policy's signal for a step, from a row of each field."""
+    too_large: Array = signals.too_large
+    loss_finite: Array = signals.loss_finite
+    overflow = ~(signals.finite | too_large)
+    return Signal(
+        finite=jnp.all(signals.finite),
+        too_large=jnp.any(too_large) & ~jnp.any(overflow),
+        # An overflow with a finite loss is an overflow, even if another loss is NaN.
+        loss_finite=jnp.all(loss_finite) | jnp.any(overflow & loss_finite),
+    )
+
+
+def _to_step_signal(combined: Signal, *, applied: jax.Array) -> Signal:
+    """Return the caller's signal: whether the step may be applied."""
+    too_large: Array = combined.too_large
+    return combined._replace(finite=applied, too_large=too_large & ~applied)
+
+
+def _average_losses(losses: jax.Array, used: jax.Array, count: jax.Array) -> jax.Array:
+    """Return the mean loss of the micro-batches that were used; NaN without any."""
+    kept = jnp.where(used, gradient.upcast(losses), 0)
+    return jnp.sum(kept) / count.astype(kept.dtype)  # 0 / 0 is NaN
+
+
+def _average_gradients(
+    sums: PyTree, count: jax.Array, passthrough: LeafPredicate
+) -> PyTree:
+    """Return the sums divided by the number of micro-batches that were used.
+
+    Each gradient can be squared, so the sum is finite and the mean can be squared, too.
+    """
+
+    def divide(leaf: jax.Array) -> jax.Array:
+        dtype = gradient.get_real_dtype(leaf)
+        return gradient.multiply(leaf, 1.0 / jnp.maximum(count, 1).astype(dtype))
+
+    return gradient.map_gradients(divide, sums, passthrough)[0]

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm of many arrays in one pass, where squares may leave float32.
 
-JAX has no float64 unless it is asked for, and the square of 1e25 is infinite in
-float32. Three sums take large, middle and small numbers, the first and the last moved
-by a power of two; then the largest kind that is there decides.
+JAX has no float64 unless it is enabled, and the square of 1e25 is infinite in float32.
+Three sums take the large, middle and small numbers, the first and the last shifted by a
+power of two; then the largest group that is not empty decides.
 """
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 
-from lossscale.core.state import Array
+from lossscale.jax.types import DType
 
 _EDGE = 2.0**50
-"""Squares of what is beyond it, or below its reciprocal, are kept apart."""
+"""Squares of numbers above it, or below its reciprocal, are summed separately."""
 
 _SHIFT = 2.0**90
-"""What those are divided or multiplied by."""
+"""Divides the large numbers and multiplies the small ones before they are squared."""
 
 
-def norm(arrays: list[Array], dtype: Any) -> Array:
-    """Return the norm of all numbers in some real arrays; 0 without any.
+def norm(arrays: list[jax.Array], dtype: DType) -> jax.Array:
+    """Return the norm of all numbers in some real arrays; 0 if there are none.
 
     It is infinite or NaN if a number is.
 
@@ -35,17 +34,17 @@ def norm(arrays: list[Array], dtype: Any) -> Array:
         largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in wide]))
         unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)
         return unit * jnp.sqrt(sum(jnp.sum(jnp.square(x / unit)) for x in wide))
-    sums = [_sums(array) for array in arrays]
-    large, middle, small = (sum(kind) for kind in zip(*sums, strict=True))
+    sums = [_sum_squares(array) for array in arrays]
+    large, middle, small = (sum(group) for group in zip(*sums, strict=True))
     with_large = jnp.sqrt(large + middle / _SHIFT / _SHIFT) * _SHIFT
     with_middle = jnp.sqrt(middle + small / _SHIFT / _SHIFT)
     with_small = jnp.sqrt(small) / _SHIFT
-    # A NaN stands in the middle, and is not 0.
+    # NaN belongs to the middle group, and is not 0.
     lower = jnp.where(middle == 0, with_small, with_middle)
     return jnp.where(large > 0, with_large, lower)
 
 
-def _sums(array: Array) -> tuple[Array, Array, Array]:
+def _sum_squares(array: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the sums of squares of large, middle and small numbers."""
     magnitude = jnp.abs(array)
     is_large = magnitude > _EDGE

@@ -1,43 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """`value_and_grad`: JAX's function of that name, with the loss scaled inside.
 
-The scale comes in as an argument and the next one goes out as a result. What is handed
-back was unscaled with the scale that came in, never with the next one.
+The scale is an argument and the next scale a result. The gradients are unscaled with
+the scale that was passed in, never with the next one.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from lossscale.core import validation
 from lossscale.core.policies import Policy
-from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.state import ScaleState, Signal
 from lossscale.core.validation import format_value
-from lossscale.errors import GradientError, SettingTypeError
-from lossscale.jax import verbs
-from lossscale.jax.leaves import AsIs, overwritten
-from lossscale.jax.signatures import named_like
+from lossscale.errors import ContextError, GradientError
+from lossscale.jax import functional
+from lossscale.jax.arguments import (
+    check_policy,
+    check_state,
+    get_argument,
+    normalize_argnums,
+)
+from lossscale.jax.function_names import copy_name
+from lossscale.jax.gradient import is_differentiable, is_overwrite_with_gradient
+from lossscale.jax.types import AxisName, LeafPredicate, PyTree
 
 
-class Differentiated(NamedTuple):
-    """What a step that is differentiated with a scaled loss returns.
+class ValueAndGrad(NamedTuple):
+    """The result of a function that `value_and_grad` returned.
 
     Example:
         >>> import lossscale.jax as ls
-        >>> ls.Differentiated._fields
+        >>> ls.ValueAndGrad._fields
         ('value', 'grads', 'signal', 'state')
     """
 
-    value: Any
-    """What the function returned: the loss, not scaled, in its own dtype; with
-    `has_aux` the pair of loss and the rest."""
-    grads: Any
-    """The unscaled gradients, in float32 or wider. A leaf that cannot be differentiated
-    (an integer, a key, a function) has `None` in its place."""
+    value: PyTree
+    """What the function returned: the unscaled loss in its own dtype; with `has_aux`
+    the pair of the loss and the auxiliary data."""
+    grads: PyTree
+    """The unscaled gradients, in float32 or wider; `None` for a leaf that cannot be
+    differentiated (an integer, a key, a function)."""
     signal: Signal
-    """What was seen; `signal.finite` says whether the step may be applied."""
+    """The result of the check; `signal.finite` says whether to apply the step."""
     state: ScaleState
     """The state for the next step."""
 
@@ -48,29 +55,35 @@ def value_and_grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    axis_name: Any = None,
+    axis_name: AxisName = None,
     measure: Iterable[str] = (),
-    as_is: AsIs = overwritten,
-) -> Callable[..., Differentiated]:
+    passthrough: LeafPredicate = is_overwrite_with_gradient,
+) -> Callable[..., ValueAndGrad]:
     """Return a function of the state and `fun`'s arguments that differentiates `fun`.
 
-    Call it as `(state, *args, **kwargs)`; it returns a `Differentiated`. The loss is
+    Call it as `(state, *args, **kwargs)`; it returns a `ValueAndGrad`. The loss is
     scaled in float32 and the gradients are unscaled. Integers, keys and other leaves
-    that cannot be differentiated may be part of the arguments: they reach `fun` as they
-    are. `Signal.loss_finite` is always filled.
+    that cannot be differentiated may be part of the arguments: `fun` receives them
+    unchanged. `Signal.loss_finite` is always filled.
 
     Args:
-        fun: Returns a loss, or with `has_aux` a pair of a loss and anything else.
+        fun: Returns a loss, or with `has_aux` a pair of a loss and auxiliary data.
         policy: Any policy.
         argnums: Which arguments of `fun` to differentiate: a number, or several.
         has_aux: Whether `fun` returns a pair.
-        axis_name: The mapped axes whose devices decide together; see `unscale`.
-        measure: What else the signal is to hold; see `unscale`.
-        as_is: Which gradients are not unscaled; see `unscale`.
+        axis_name: The mapped axes whose devices make one decision; see `unscale`.
+        measure: Further fields of the signal to fill; see `unscale`.
+        passthrough: Which gradients are not unscaled; see `unscale`.
 
     Raises:
-        SettingTypeError: If `policy` is not a policy.
-        SettingError: If a measurement is not known.
+        SettingTypeError: If `policy` is not a policy, or `argnums` no numbers.
+        SettingError: If a measurement is not known; from the call, if there is no
+            argument at `argnums`.
+        StateError: From the call, if its first argument is not a `ScaleState`.
+        GradientError: From the call, if `fun` does not return a loss, or a pair with
+            `has_aux`.
+        ContextError: From the call, if an nnx module has state besides parameters,
+            which would be lost.
 
     Example:
         >>> import jax, jax.numpy as jnp, lossscale, lossscale.jax as ls
@@ -84,93 +97,124 @@ def value_and_grad(
     """
     check_policy(policy)
     names = validation.check_measurements(measure)
+    positions = normalize_argnums("argnums", argnums)
 
-    @named_like(fun)
-    def differentiated(
+    @copy_name(fun)
+    def scaled_value_and_grad(
         state: ScaleState, /, *args: Any, **kwargs: Any
-    ) -> Differentiated:
-        value, grads = scaled_value_and_grad(
-            fun, state, args, kwargs, argnums=argnums, has_aux=has_aux
+    ) -> ValueAndGrad:
+        check_state(state)
+        value, grads = differentiate_scaled(
+            fun, state, args, kwargs, argnums=positions, has_aux=has_aux
         )
-        unscaled, signal = verbs.unscale(
+        unscaled, signal = functional.unscale(
             grads,
             state,
             measure=names,
             axis_name=axis_name,
-            as_is=as_is,
+            passthrough=passthrough,
             loss=value[0] if has_aux else value,
         )
-        after = verbs.update(policy, state, signal)
-        return Differentiated(value, unscaled, signal, after)
+        next_state = functional.update(policy, state, signal)
+        return ValueAndGrad(value, unscaled, signal, next_state)
 
-    return differentiated
+    return scaled_value_and_grad
 
 
-def scaled_value_and_grad(
+def differentiate_scaled(
     fun: Callable[..., Any],
     state: ScaleState,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    argnums: int | Sequence[int],
+    argnums: int | tuple[int, ...],
     has_aux: bool,
-) -> tuple[Any, Any]:
-    """Return what `fun` returns, not scaled, and the gradients, still scaled."""
-    places = [argnums] if isinstance(argnums, int) else list(argnums)
-    parts = [_Parts(args[place]) for place in places]
-    if not any(leaf is not None for part in parts for leaf in part.floats):
+) -> tuple[PyTree, PyTree]:
+    """Return the unscaled result of `fun`, and the gradients, still scaled."""
+    positions = [argnums] if isinstance(argnums, int) else list(argnums)
+    arguments = [get_argument("argnums", args, position) for position in positions]
+    _refuse_stateful_modules(arguments)
+    trees = [_PartitionedTree(argument) for argument in arguments]
+    if not any(leaf is not None for tree in trees for leaf in tree.floats):
         message = (
             f"There is nothing to differentiate in the arguments at argnums={argnums}: "
-            f"{format_value(tuple(args[place] for place in places))}. Expected floating-point "
-            "arrays."
+            f"{format_value(tuple(arguments))}. Expected floating-point arrays."
         )
         raise GradientError(message)
 
-    def scaled(floats: list[list[Any]]) -> tuple[Array, Any]:
-        every = list(args)
-        for place, part, values in zip(places, parts, floats, strict=True):
-            every[place] = part.with_floats(values)
-        result = fun(*every, **kwargs)
-        loss = result[0] if has_aux else result
-        return verbs.scale(loss, state), result
+    def scaled_loss(floats: list[list[Any]]) -> tuple[jax.Array, PyTree]:
+        all_args = list(args)
+        for position, tree, leaves in zip(positions, trees, floats, strict=True):
+            all_args[position] = tree.merge(leaves)
+        result = fun(*all_args, **kwargs)
+        loss = _extract_loss(result, has_aux=has_aux)
+        return functional.scale(loss, state), result
 
-    differentiate = jax.value_and_grad(scaled, has_aux=True)
-    (_, value), found = differentiate([part.floats for part in parts])
-    grads = [part.tree(values) for part, values in zip(parts, found, strict=True)]
+    differentiate = jax.value_and_grad(scaled_loss, has_aux=True)
+    (_, value), leaf_grads = differentiate([tree.floats for tree in trees])
+    grads = [
+        tree.unflatten(leaves) for tree, leaves in zip(trees, leaf_grads, strict=True)
+    ]
     return value, grads[0] if isinstance(argnums, int) else tuple(grads)
 
 
-def check_policy(policy: Any) -> None:
-    """Raise unless this is a policy, before anything is traced."""
-    if isinstance(policy, type) or not isinstance(policy, Policy):
-        message = (
-            "policy must be a policy, such as lossscale.Dynamic(), got "
-            f"{format_value(policy)}."
-        )
-        raise SettingTypeError(message)
+def _extract_loss(result: PyTree, *, has_aux: bool) -> PyTree:
+    """Return the loss from the result of a loss function, or raise."""
+    if not has_aux and not isinstance(result, tuple):
+        return result
+    if has_aux and isinstance(result, tuple) and len(result) == _PAIR:
+        return result[0]
+    size = f" of {len(result)}" if isinstance(result, tuple) else ""
+    message = (
+        f"The function returned a {type(result).__name__}{size}. With has_aux=True it "
+        "must return a pair of the loss and auxiliary data; without, the loss alone."
+    )
+    raise GradientError(message)
 
 
-class _Parts:
-    """A pytree in two: what can be differentiated, and the rest."""
+_PAIR = 2
 
-    def __init__(self, tree: Any) -> None:
-        every, self._structure = jax.tree.flatten(tree)
-        self.floats = [leaf if is_differentiable(leaf) else None for leaf in every]
-        self._rest = [None if is_differentiable(leaf) else leaf for leaf in every]
 
-    def with_floats(self, floats: list[Any]) -> Any:
-        """Return the tree with other floats in it."""
-        pairs = zip(floats, self._rest, strict=True)
-        return self.tree([rest if new is None else new for new, rest in pairs])
+def _refuse_stateful_modules(arguments: list[PyTree]) -> None:
+    """Raise if an nnx module has state that a call would change and lose.
 
-    def tree(self, values: list[Any]) -> Any:
+    JAX differentiates a copy of the module. Batch statistics and random counters would
+    be written into the copy.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    for argument in arguments:
+        nodes = jax.tree.leaves(argument, is_leaf=lambda n: isinstance(n, nnx.Module))
+        for node in nodes:
+            if isinstance(node, nnx.Module) and jax.tree.leaves(
+                nnx.state(node, nnx.Not(nnx.Param))
+            ):
+                message = (
+                    f"The nnx module {type(node).__name__} has state besides its "
+                    "parameters, such as batch statistics or random counters, which "
+                    "would be lost. Split it and return that state: "
+                    "graphdef, params, rest = nnx.split(model, nnx.Param, ...); in the "
+                    "loss function, model = nnx.merge(graphdef, params, rest, "
+                    "copy=True), and return loss, nnx.state(model, "
+                    "nnx.Not(nnx.Param)) with has_aux=True."
+                )
+                raise ContextError(message)
+
+
+class _PartitionedTree:
+    """A pytree, split into leaves that can be differentiated and the others."""
+
+    def __init__(self, tree: PyTree) -> None:
+        leaves, self._structure = jax.tree.flatten(tree)
+        self.floats = [leaf if is_differentiable(leaf) else None for leaf in leaves]
+        self._others = [None if is_differentiable(leaf) else leaf for leaf in leaves]
+
+    def merge(self, floats: list[Any]) -> PyTree:
+        """Return the tree with other differentiable leaves."""
+        pairs = zip(floats, self._others, strict=True)
+        return self.unflatten([other if new is None else new for new, other in pairs])
+
+    def unflatten(self, leaves: list[Any]) -> PyTree:
         """Return a tree of the same structure."""
-        return jax.tree.unflatten(self._structure, values)
-
-
-def is_differentiable(leaf: Any) -> bool:
-    """Whether JAX differentiates with respect to a leaf."""
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
-        return isinstance(leaf, (float, complex))
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
+        return jax.tree.unflatten(self._structure, leaves)

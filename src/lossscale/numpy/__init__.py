@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The NumPy adapter: the reference, and the one to copy for another framework.
 
-It offers what every framework's module offers: the five verbs (`functional.py`) and the
-seven classic classes (`classic.py`). It imports the core and NumPy, and no other
-adapter.
+functional.py  init, scale, unscale, update, select
+classic.py     TensorFlow's seven classic classes on NumPy arrays
+
+It imports the core and NumPy, and no other adapter.
 """
 
 from lossscale.core.optional import explain_missing

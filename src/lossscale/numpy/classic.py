@@ -37,7 +37,7 @@ class _Cell:
 
 
 class _Binding(classic.EagerBinding):
-    """What NumPy lends to the classic classes: everything happens at once."""
+    """What NumPy provides for the classic classes: everything happens at once."""
 
     def cell(
         self,
@@ -95,7 +95,7 @@ class FixedLossScaleManager(classic.FixedLossScaleManager):
 
 
 class ExponentialUpdateLossScaleManager(classic.ExponentialUpdateLossScaleManager):
-    """A manager that grows after clean steps in a row and shrinks after bad steps.
+    """A manager that grows after finite steps in a row and shrinks after overflows.
 
     Example:
         >>> import lossscale.numpy as ls
@@ -121,7 +121,7 @@ class FixedLossScale(classic.FixedLossScale):
 
 
 class DynamicLossScale(classic.DynamicLossScale):
-    """A loss scale that doubles after clean steps and halves after a bad one.
+    """A loss scale that doubles after finite steps and halves after an overflow.
 
     Example:
         >>> import numpy as np, lossscale.numpy as ls
@@ -167,7 +167,7 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
 
 
 def get(identifier: Any) -> LossScale | None:
-    """Return the loss scale that a number, "dynamic", a LossScale or None stands for.
+    """Return the loss scale for a number, "dynamic", a LossScale or None.
 
     Raises:
         SettingError: For anything else (a ValueError).

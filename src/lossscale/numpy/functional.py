@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The five verbs on NumPy arrays: the reference that other adapters are held to.
+"""The functional API on NumPy arrays: the reference for the other adapters.
 
     init(policy)                    the first state, in the framework's arrays
     scale(loss, state)              the loss times the scale, in float32
-    unscale(grads, state)           the gradients divided by it, and what was seen
+    unscale(grads, state)           the gradients divided by it, and a Signal
     update(policy, state, signal)   the state after the step
-    select(finite, new, old)        the new values, or the old ones on a bad step
+    select(finite, new, old)        the new values, or the old ones to skip a step
 
-The rule is not restated here: `update` hands `np.where` to the policy.
+The rule is not restated here: `update` passes `np.where` to the policy.
 
-Losses and gradients are nests of dict, list, tuple and NamedTuple; `None` passes
-through. Leaves are float16, float32 or float64 arrays or scalars; a Python number will
-do for a loss. Integer, boolean, complex, masked and other arrays are a `GradientError`
-that names the leaf.
+Losses and gradients are nested structures of dict, list, tuple and NamedTuple; `None`
+passes through. Leaves are float16, float32 or float64 arrays or scalars; a loss may be
+a Python number. Integer, boolean, complex, masked and other arrays are a
+`GradientError` that names the leaf.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ from lossscale.core.validation import format_value, require_signal
 from lossscale.errors import GradientError, MissingPackageError
 
 if np.lib.NumpyVersion(np.__version__) < "2.0.0":
-    # Before 2, np.where made float64 of a float32 scale beside a Python number.
+    # Before 2, np.where made float64 of a float32 scale and a Python number.
     _message = (
         f"lossscale.numpy needs NumPy 2.0 or newer, this is {np.__version__}. Install "
         "it with: pip install 'lossscale[numpy]'"
@@ -43,10 +43,10 @@ def init(policy: Policy, state: ScaleState | None = None) -> ScaleState:
 
     Args:
         policy: Any policy.
-        state: A state to go on from, such as one that `from_portable` returned.
+        state: A state to continue from, such as one that `from_portable` returned.
 
     Raises:
-        StateError: If the state is not one that the policy can go on from.
+        StateError: If the policy cannot continue from the state.
 
     Example:
         >>> import lossscale, lossscale.numpy as ls
@@ -62,7 +62,7 @@ def init(policy: Policy, state: ScaleState | None = None) -> ScaleState:
 def scale(loss: Any, state: ScaleState) -> Any:
     """Return the loss times the scale, in float32 (float64 stays float64).
 
-    A float16 loss is widened first: 65504 is float16's largest number.
+    A float16 loss is converted to float32 first: 65504 is float16's largest number.
 
     Raises:
         GradientError: If a loss is not a floating-point number.
@@ -90,13 +90,13 @@ def unscale(
     """Multiply gradients by 1 / scale, and say whether all of them are finite.
 
     float16 gradients become float32, where small ones do not vanish again; float64
-    stays float64. `Signal.finite` looks at the result: an infinity stays one when it
+    stays float64. `Signal.finite` describes the result: an infinity stays one when it
     is unscaled, and a finite gradient may become one. A gradient that is finite and
     cannot be squared, as most optimizers do, is `Signal.too_large`: `finite` is False,
     and `update` leaves the scale.
 
     Args:
-        grads: A nest of scaled gradients.
+        grads: A nested structure of scaled gradients.
         state: The state whose scale was used for the loss.
         measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
             "zero_fraction" and "subnormal_fraction".
@@ -163,12 +163,12 @@ def select(finite: Any, new: Any, old: Any) -> Any:
 
     Args:
         finite: One boolean: `signal.finite`, not the signal.
-        new: A nest of anything.
-        old: A nest of the same shape.
+        new: A nested structure of anything.
+        old: A structure of the same shape.
 
     Raises:
         GradientError: If `finite` is anything but one boolean.
-        StructureError: If the two are not nests of the same shape.
+        StructureError: If the two do not have the same structure.
 
     Example:
         >>> import lossscale.numpy as ls
@@ -227,7 +227,7 @@ def flag(finite: Any) -> np.bool_:
 
 
 def all_finite(grads: Any) -> np.bool_:
-    """Return whether every leaf is finite; a nest without leaves is."""
+    """Return whether every leaf is finite; so is a structure without leaves."""
     flags = [np.isfinite(leaf).all() for _, leaf in trees.leaves(grads)]
     return np.bool_(all(flags))
 

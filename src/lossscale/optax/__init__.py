@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optax adapter: `loss_scaled`, an optimizer for the gradients of a scaled loss.
 
-    transformation   `loss_scaled`
-    states           its state, and how to read the scale out of a nest of states
-    accumulation     `MultiSteps` that survives an overflow
+optimizer.py     loss_scaled
+state.py         its state, and how to read the scale from nested optimizer states
+parameters.py    parameters and gradients as the wrapped optimizer receives them
+accumulation.py  MultiSteps that recovers from an overflow
 
 It imports the core, JAX, optax and `lossscale.jax`.
 """
@@ -16,23 +17,23 @@ except ModuleNotFoundError as error:
     raise explain_missing(error, "optax", "optax") from None
 
 from lossscale.optax.accumulation import MultiSteps
-from lossscale.optax.states import (
+from lossscale.optax.optimizer import loss_scaled
+from lossscale.optax.state import (
     LossScaledState,
     find_states,
     get_scale,
+    get_scale_state,
     scale_loss,
-    scale_state,
     with_scale_state,
 )
-from lossscale.optax.transformation import loss_scaled
 
 __all__ = [
     "LossScaledState",
     "MultiSteps",
     "find_states",
     "get_scale",
+    "get_scale_state",
     "loss_scaled",
     "scale_loss",
-    "scale_state",
     "with_scale_state",
 ]

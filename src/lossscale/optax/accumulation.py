@@ -4,13 +4,14 @@
 There are two ways to accumulate, and they differ in what an overflow costs:
 
     loss_scaled(optax.MultiSteps(inner, k).gradient_transformation(), policy)
-        looks at every micro-batch: a bad one is left out, and the scale moves at once.
+        checks every micro-batch: one that overflowed is left out, and the scale is
+        updated at once.
     MultiSteps(loss_scaled(inner, policy), k)
-        looks at the sum of k: a bad micro-batch costs all of them, and the scale
-        moves once in k.
+        checks the sum of k: one overflow costs all of them, and the scale is updated
+        once in k micro-batches.
 
-The second needs the class below: optax's own clears its sum by multiplying it with 0,
-which leaves NaN of an infinity, for ever.
+The second needs the class below: optax's own resets its sum by multiplying it by 0, and
+infinity times 0 is NaN, which stays.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ import optax
 
 
 class MultiSteps(optax.MultiSteps):  # type: ignore[misc]
-    """`optax.MultiSteps` whose sum starts from zero again, whatever was in it.
+    """`optax.MultiSteps` whose sum is reset to zero, whatever its value was.
 
     Example:
         >>> import jax.numpy as jnp, optax, lossscale, lossscale.optax as ls
@@ -36,13 +37,18 @@ class MultiSteps(optax.MultiSteps):  # type: ignore[misc]
     """
 
     def update(
-        self, updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
-        """Add up a micro-batch; take the step with the last one of k."""
-        moved, after = super().update(updates, state, params, **extra_args)
-        # A micro-batch that should_skip_update_fn left out at 0 finds zeros there.
-        starts = after.mini_step == 0
+        self,
+        updates: optax.Updates,
+        state: optax.MultiStepsState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.MultiStepsState]:
+        """Add a micro-batch; apply the step with the last of k."""
+        new_updates, new_state = super().update(updates, state, params, **extra_args)
+        # Also if should_skip_update_fn left out the first micro-batch: the sum is 0.
+        is_first = new_state.mini_step == 0
         sums = jax.tree.map(
-            lambda leaf: jnp.where(starts, jnp.zeros_like(leaf), leaf), after.acc_grads
+            lambda leaf: jnp.where(is_first, jnp.zeros_like(leaf), leaf),
+            new_state.acc_grads,
         )
-        return moved, after._replace(acc_grads=sums)
+        return new_updates, new_state._replace(acc_grads=sums)

@@ -1,22 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of the current device and its stream, of any device."""
+"""The current device, CUDA graph capture, and what `torch.compile` must not trace."""
 
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 
+from lossscale.torch.torch_internals import (
+    current_cuda_device,
+    disable_dynamo,
+    is_stream_capturing,
+)
 
-def on(device: Any) -> Any:
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def device_context(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which a device is the current one; Triton launches there."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
+    if device.type != "cuda" or device.index == current_cuda_device():
+        return _NO_CONTEXT
     return torch.cuda.device(device)
 
 
-def capturing(device: Any) -> bool:
+_NO_CONTEXT = nullcontext()
+
+
+def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of a device is being captured in a CUDA graph."""
     if device.type != "cuda":
         return False
-    with on(device):
-        return bool(torch.cuda.is_current_stream_capturing())
+    if device.index == current_cuda_device():
+        return is_stream_capturing()
+    with torch.cuda.device(device):
+        return is_stream_capturing()
+
+
+def uncompiled(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return a method that `torch.compile` calls instead of tracing it.
+
+    Inspecting gradients and updating the scale run between compiled parts, as torch's
+    optimizers do: traced, they would be guesses about pointers, and Python numbers that
+    are baked in. Code that is not compiled pays one function call for this.
+    """
+    hidden: Callable[Arguments, Result] = disable_dynamo(method)
+
+    @wraps(method)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        call = hidden if torch.compiler.is_compiling() else method
+        return call(*args, **kwargs)
+
+    return run

@@ -1,43 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GradScaler`: torch's class, with one look at the gradients and nothing corrupted.
+"""`GradScaler`: a drop-in `torch.amp.GradScaler` without non-finite updates.
 
-It is a `torch.amp.GradScaler`; what torch's has stands in `drop_in`, `looking` and
-`keeping`, what is new stands here. The rooms beside: `gradients` looks at gradients (by
-the `kernels` or `eager`), `rules` moves the scale, `handover` deals with fused
-optimizers, `steps` reports; `clipping`, `closures` and `accumulation` do what they are
-called.
+It reads each gradient once per step. This file has the public methods, the private
+names of torch's class that others override or call, and the order of calls; how
+gradients are read is in `inspection`, how ranks decide together in `distributed`, and
+the parts that the scaler is composed of in `scaler`.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from lossscale.core import validation
 from lossscale.core.policies import Fixed, Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
-from lossscale.errors import ContextError, SettingTypeError
-from lossscale.torch import accumulation, clipping, handover
-from lossscale.torch.arguments import check_optimizer, check_policy, named
+from lossscale.errors import ContextError, LossScaleError, SettingError
 from lossscale.torch.attributes import computed
-from lossscale.torch.compiling import uncompiled
-from lossscale.torch.drop_in import DropIn
-from lossscale.torch.gradients import inverse_of
-from lossscale.torch.ranks import declared
-from lossscale.torch.sharding import is_sharded
-from lossscale.torch.steps import History, Observer, StepReport
+from lossscale.torch.calls import warn_caller
+from lossscale.torch.devices import uncompiled
+from lossscale.torch.distributed.rank_groups import GroupsOrMeshes, parse_rank_groups
+from lossscale.torch.inspection.groups import FoundInf, any_flag, invert
+from lossscale.torch.inspection.inspector import has_grads
+from lossscale.torch.inspection.pinned_pool import PinnedPool
+from lossscale.torch.inspection.request import InspectionRequest
+from lossscale.torch.inspection.summary import GradientSummary
+from lossscale.torch.scaler import (
+    accumulation,
+    clipping,
+    closures,
+    fused_optimizers,
+    options,
+    outcome,
+)
+from lossscale.torch.scaler.gradient_checker import GradientChecker, LiveState
+from lossscale.torch.scaler.history import OnStep, StepHistory
+from lossscale.torch.scaler.iteration import FAILED, Iteration, OptimizerStep
+from lossscale.torch.scaler.options import Names, ScalerOptions
+from lossscale.torch.scaler.report import OptimizerOutcome, StepReport
+from lossscale.torch.scaler.scale_update import (
+    ScaleUpdate,
+    torch_factors,
+    torch_policy,
+)
+from lossscale.torch.scaler.state import ScalerState, StateDict, parse_state_dict
+from lossscale.torch.scaler.wrapped_optimizers import (
+    choose_stepped,
+    treats_call_as_applied,
+    unwrap,
+)
+from lossscale.torch.torch_internals import new_optimizer_state
 
 Outputs = TypeVar("Outputs")
 """A tensor, or an iterable of tensors."""
 
+_CHECK_HOOKS = ("_unscale_grads_", "unscale_", "_check_inf_per_device")
+"""If a subclass overrides any of these, all checks must go through it."""
 
-class GradScaler(DropIn):
+_UNSCALE = InspectionRequest(unscale_in_place=True)
+_CHECK = InspectionRequest()
+
+
+class GradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` that reads the gradients once and says what happened.
 
     With torch's arguments alone it takes torch's steps, to the bit, except where torch
-    goes wrong; the page "PyTorch: what differs from torch" lists where.
+    goes wrong; the page "PyTorch: differences from torch" lists where.
 
     Example:
         >>> import torch, lossscale.torch as ls
@@ -50,7 +84,8 @@ class GradScaler(DropIn):
         ...     norm = scaler.clip_grad_norm_(optimizer, max_norm=1.0)
         ...     scaler.step(optimizer)
         ...     scaler.update()
-        >>> scaler.last_step.applied, round(scaler.last_step.norm, 3), scaler.skipped
+        >>> step = scaler.last_step
+        >>> step.applied, round(step.norm, 3), scaler.skipped_steps
         (True, 2.0, 0)
     """
 
@@ -65,108 +100,140 @@ class GradScaler(DropIn):
         *,
         policy: Policy | None = None,
         state: ScaleState | None = None,
-        observer: Observer | None = None,
-        names: Iterable[tuple[str, Any]] | Mapping[str, Any] | None = None,
+        on_step: OnStep | None = None,
+        names: Names | None = None,
         module: torch.nn.Module | None = None,
-        on_no_gradients: Literal["raise", "clean step"] = "raise",
+        on_no_gradients: Literal["raise", "ignore"] = "raise",
         allow_fp16: bool = False,
         measure_norm: bool = False,
         measure_amax: bool = False,
         max_consecutive_skips: int | None = 100,
         on_collapse: Literal["warn", "raise"] = "warn",
-        process_group: Any = None,
-        meshes: Any = None,
-        sharded: Any = None,
+        process_groups: GroupsOrMeshes | None = None,
+        meshes: GroupsOrMeshes | None = None,
+        shard_groups: GroupsOrMeshes | Literal["world"] | None = None,
     ) -> None:
         """Make a scaler; its state goes to the device of the first scaled tensor.
 
         Args:
             device: The kind of device, as torch has it.
-            init_scale: The scale to start with.
-            growth_factor: What it is multiplied by after enough clean steps.
-            backoff_factor: What it is multiplied by after a skipped step.
-            growth_interval: How many clean steps in a row make it grow.
+            init_scale: The initial scale.
+            growth_factor: The factor of a growth, after enough finite steps.
+            backoff_factor: The factor of a back-off, after a skipped step.
+            growth_interval: How many consecutive finite steps make the scale grow.
             enabled: If not, every method does what it would without a scaler.
             policy: Any policy, in place of the four numbers above.
             state: A state to go on from, such as one that `from_portable` returned.
-            observer: Called with the `StepReport` of every step, in order, when its
+            on_step: Called with the `StepReport` of every step, in order, when its
                 numbers have arrived: on a GPU a step late, without a wait.
             names: The names of parameters, as `module.named_parameters()` gives them.
             module: The module whose parameters have the names.
             on_no_gradients: "raise", as torch does when a step finds no gradient at
-                all, or "clean step", which counts it as one.
+                all, or "ignore", which counts it as a finite step.
             allow_fp16: Unscale float16 gradients in place; torch refuses them.
             measure_norm: Measure the norm on every step, also where that takes another
-                read of the gradients. (The kernels on a GPU measure it anyway.)
+                read of the gradients. (A GPU's kernels measure it anyway.)
             measure_amax: Measure the largest magnitude of the gradients on every step,
-                also where that takes another read. (The kernels do it anyway.)
-            max_consecutive_skips: After so many skipped steps in a row the alarm goes
-                off; `None` for none.
-            on_collapse: What the alarm does: "warn", once in a row of skipped steps, or
-                "raise", every so many.
-            process_group: The ranks that skip together and have one scale: a process
+                also where that takes another read. (A GPU's kernels do it anyway.)
+            max_consecutive_skips: After so many consecutive skipped steps there is a
+                warning; `None` for none.
+            on_collapse: "warn", once in a row of skipped steps, or "raise", every so
+                many.
+            process_groups: The ranks that skip together and have one scale: a process
                 group, or several. DTensor parameters need none: they know their ranks.
             meshes: The same as a device mesh, or several; every dimension is a group.
-            sharded: Those groups or meshes over which gradients that are no DTensors
-                are parts of a whole, such as pipeline stages: their norms are added up.
-                Without it such gradients are taken to be whole on every rank.
+            shard_groups: Those groups or meshes over which gradients that are not
+                DTensors are shards, such as pipeline stages: their norms are added up.
+                "world" for all ranks, which need not be running yet. Without it such
+                gradients are taken to be whole on every rank.
 
         Raises:
-            SettingError: If a setting is of no use, or if a policy comes together with
-                one of the numbers that it stands for.
-            StateError: If the state is not one that the policy can go on from.
+            SettingError: If a setting is invalid, or if a policy comes together with
+                one of the numbers that it replaces.
+            StateError: If the policy cannot go on from the state.
         """
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
-        ranks = declared(process_group, meshes, sharded)
-        if policy is not None:
-            check_policy(policy, numbers)
-        validation.check_choice(
-            "on_no_gradients", on_no_gradients, ("raise", "clean step")
-        )
+        rank_groups = parse_rank_groups(process_groups, meshes, shard_groups)
+        given = options.check_policy(policy, numbers)
+        validation.check_choice("on_no_gradients", on_no_gradients, ("raise", "ignore"))
         validation.check_choice("on_collapse", on_collapse, ("warn", "raise"))
-        if observer is not None and not callable(observer):
-            message = (
-                "observer must be a function of a StepReport, got "
-                f"{validation.format_value(observer)}."
-            )
-            raise SettingTypeError(message)
+        options.check_callback(on_step)
         if max_consecutive_skips is not None:
             validation.check_count("max_consecutive_skips", max_consecutive_skips)
-        super().__init__(
-            device,
-            numbers,
-            enabled,
-            policy,
-            History(observer, max_consecutive_skips, on_collapse),
-            named(names, module),
-            on_no_gradients,
-            validation.check_bool("allow_fp16", allow_fp16),
-            validation.check_bool("measure_norm", measure_norm),
-            validation.check_bool("measure_amax", measure_amax),
+        self._options = ScalerOptions(
+            policy=given,
+            names=options.parse_names(names, module),
+            ignores_no_gradients=on_no_gradients == "ignore",
+            allow_fp16=validation.check_bool("allow_fp16", allow_fp16),
+            measure_norm=validation.check_bool("measure_norm", measure_norm),
+            measure_amax=validation.check_bool("measure_amax", measure_amax),
+            rank_groups=rank_groups,
         )
-        self._declared = ranks
-        if state is not None and self._enabled:
-            first = check_state(self._current_rule().policy, state)
-            self._init_scale, self._init_growth_tracker, self._init_bad = first
+        self._history = StepHistory(
+            on_step, max_consecutive_skips, raises_on_collapse=on_collapse == "raise"
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            super().__init__(device, *numbers, enabled=enabled)
+        for warning in caught:  # there is no CUDA: reported at the caller's line
+            warn_caller(str(warning.message), warning.category)
+        self._reports = 0
+        """How many steps `update` has reported in this process."""
+        self._make_caches()
+        if not self._enabled:
+            return
+        self._per_optimizer_states = defaultdict(new_optimizer_state)
+        self._is_on_host: bool | None = None
+        """Whether the state is Python numbers; `None` before the first `scale`."""
+        if given is not None:
+            self._init_scale = float(given.init().scale)
+            factors = torch_factors(given)
+            self._growth_factor, self._backoff_factor, self._growth_interval = factors
+        self._scale_update = self._make_scale_update()
+        self._state = ScalerState()
+        if state is not None:
+            scale, good_steps, bad_steps = check_state(self._scale_update.policy, state)
+            self._init_scale, self._init_growth_tracker = scale, good_steps
+            self._state = ScalerState(bad_steps)
+
+    def _make_caches(self) -> None:
+        """Create what is never pickled."""
+        self._current: Iteration | None = None
+        self._checker = GradientChecker(self._options, super()._unscale_grads_)
+        self._schedulers: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        """The last report that each scheduler was stepped for."""
+        self._pool = PinnedPool()
+        self._clip_arguments: tuple[object, ...] = ()
+        self._clip_options = clipping.ClipOptions(())
+        """What the last call of `clip_grad_norm_` was given, and what it means."""
+        self._is_only_checking = False
+        """Whether `_unscale_grads_` is called with gradients that stay scaled."""
+
+    @property
+    def _iteration(self) -> Iteration:
+        """The current iteration: replacing torch's dict of states starts a new one."""
+        current = self._current
+        if current is None or current.states is not self._per_optimizer_states:
+            current = self._current = Iteration(self._per_optimizer_states)
+        return current
 
     def __repr__(self) -> str:
         """Return the scale, the policy and the counts; waits for the device."""
         name = type(self).__name__
         if not self._enabled:
             return f"{name}(enabled=False)"
-        _, (steps, skipped, _) = self._own_numbers()
-        policy = self._current_rule().policy
+        _, (total, skipped, _) = self._state.numbers()
         return (
-            f"{name}(scale={self.get_scale():g}, policy={policy!r}, steps={steps}, "
-            f"skipped={skipped})"
+            f"{name}(scale={self.get_scale():g}, policy={self._policy()!r}, "
+            f"total_steps={total}, skipped_steps={skipped})"
         )
 
-    # -- what there is to know ---------------------------------------------------------
+    # -- attributes --------------------------------------------------------------------
 
     @computed
     def policy(self) -> Policy:
         """The policy that moves the scale."""
-        return self._current_rule().policy if self._enabled else Fixed(1.0)
+        return self._policy() if self._enabled else Fixed(1.0)
 
     @computed
     def state(self) -> ScaleState:
@@ -177,51 +244,50 @@ class GradScaler(DropIn):
         """
         if not self._enabled:
             return ScaleState(1.0, 0, 0)
-        if self._scale is None:
-            return ScaleState(
-                self._init_scale, self._init_growth_tracker, self._init_bad
-            )
-        return ScaleState(*self._cells()[:3])
+        if self._scale is None or self._growth_tracker is None:
+            bad_steps, _ = self._state.numbers()
+            return ScaleState(self._init_scale, self._init_growth_tracker, bad_steps)
+        return self._state.current(self._scale, self._growth_tracker)
 
     @computed
     def last_step(self) -> StepReport | None:
-        """What became of the last step; `None` before the first `update`."""
+        """The report of the last step; `None` before the first `update`."""
         return self._history.last
 
     @computed
-    def steps(self) -> int:
+    def total_steps(self) -> int:
         """How many steps there were, skipped ones included; waits for the device."""
-        return self._own_numbers()[1][0]
+        return self._state.numbers()[1][0] if self._enabled else 0
 
     @computed
-    def skipped(self) -> int:
+    def skipped_steps(self) -> int:
         """How many steps were skipped; waits for the device."""
-        return self._own_numbers()[1][1]
+        return self._state.numbers()[1][1] if self._enabled else 0
 
     @computed
     def consecutive_skips(self) -> int:
-        """How many were skipped since the last applied one; waits for the device."""
-        return self._own_numbers()[1][2]
+        """How many steps were skipped since the last applied one; waits."""
+        return self._state.numbers()[1][2] if self._enabled else 0
 
-    def gate(self) -> torch.Tensor:
+    def step_applied(self) -> torch.Tensor:
         """Return whether the last step was applied, as a boolean tensor.
 
-        It stays on the device: `torch.where(scaler.gate(), new, old)` and
-        `average.lerp_(weight, 0.01 * scaler.gate())` wait for nothing, while
-        `if scaler.gate():` does. True before the first step.
+        It stays on the device: `torch.where(scaler.step_applied(), new, old)` and
+        `average.lerp_(weight, 0.01 * scaler.step_applied())` wait for nothing, while
+        `if scaler.step_applied():` does. True before the first step.
 
         Example:
             >>> import lossscale.torch as ls
-            >>> ls.GradScaler("cpu").gate()
+            >>> ls.GradScaler("cpu").step_applied()
             tensor(True)
         """
         last = self._history.last
-        if last is None or not last.parts:
-            scale = self._scale if self._enabled else None
-            device = "cpu" if scale is None else scale.device
+        device = torch.device("cpu")
+        if self._enabled and self._scale is not None:
+            device = self._scale.device
+        if last is None:
             return torch.ones((), dtype=torch.bool, device=device)
-        applied = self._any([part.verdict.found for part in last.parts]) == 0
-        return applied & all(part.stepped for part in last.parts)
+        return last.applied_on(device)
 
     def step_scheduler(
         self, scheduler: Any, *arguments: Any, wait: bool = False
@@ -230,8 +296,8 @@ class GradScaler(DropIn):
 
         Call it after every `update`, in place of `scheduler.step()`; a schedule per
         epoch keeps `scheduler.step()`. On a GPU the host knows one step later whether a
-        step was taken; there the rate may change one step late, and nothing waits. With
-        `wait` it is never late.
+        step was applied; there the rate may change one step late, and nothing waits.
+        With `wait` it is never late.
 
         Args:
             scheduler: A scheduler of an optimizer that this scaler steps.
@@ -241,49 +307,53 @@ class GradScaler(DropIn):
         if not self._enabled:
             scheduler.step(*arguments)
             return
-        if not self._begun and self._overrides("update"):
+        if not self._reports and self._is_overridden("update"):
             message = (
-                f"{type(self).__name__} has an update() of its own that never called "
-                "GradScaler's, so no step is known here. Call super().update() in it, "
-                "or scheduler.step()."
+                f"{type(self).__name__} overrides update() and never calls "
+                "GradScaler's, so its steps are not known. Call super().update() in "
+                "it, or scheduler.step()."
             )
             raise ContextError(message)
         optimizer = getattr(scheduler, "optimizer", None)
-        if optimizer is None:  # the one that Accelerate has prepared has several
+        if optimizer is None:  # Accelerate's prepared scheduler has several
             optimizer = scheduler.optimizers[0]
-        self._history.receive(wait=wait)
-        seen = self._schedulers.get(scheduler, self._begun - 1)
-        taken, last = self._history.after(seen, handover.inner(optimizer))
+        self._history.deliver_ready(wait=wait)
+        seen = self._schedulers.get(scheduler, self._reports - 1)
+        count, last = self._history.count_applied_since(seen, unwrap(optimizer))
         self._schedulers[scheduler] = last
-        for _ in range(taken):
+        for _ in range(count):
             scheduler.step(*arguments)
 
     def flush(self) -> None:
-        """Wait for the device and hand every report on, to the observer first.
+        """Wait for the device and deliver every report, to `on_step` first.
 
         Raises:
             CollapseError: As `update` does.
         """
-        self._history.receive(wait=True)
+        self._history.deliver_ready(wait=True)
 
-    # -- scaling -----------------------------------------------------------------------
+    # -- scaling the loss --------------------------------------------------------------
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Multiply a tensor, or an iterable of tensors, by the scale; as torch does."""
-        tensor: Any = outputs
-        if self._enabled and type(tensor) is torch.Tensor:
-            # torch.compile refuses to look into torch's own method.
+        if not self._enabled:
+            return outputs
+        losses: Any = outputs
+        if type(losses) is torch.Tensor:
+            # torch.compile refuses to trace torch's own method.
             if self._scale is None:
-                self._init_scale_on(tensor.device)
-            scaled = tensor * self._scale.to(tensor.device, non_blocking=True)
+                self._init_scale_on(losses.device)
+            scale = cast("torch.Tensor", self._scale)
+            scaled = losses * scale.to(losses.device, non_blocking=True)
         else:
-            scaled = super().scale(outputs)
-        if self._enabled and self._current_rule().checks_loss:
-            self._check_loss(outputs)
-        elif self._enabled and not torch.compiler.is_compiling():
-            self._note_loss(outputs)
-        if self._enabled and not torch.compiler.is_compiling():
-            self._iteration.losses += 1
+            scaled = super().scale(losses)
+        if not torch.compiler.is_compiling():
+            iteration = self._iteration
+            iteration.losses += 1
+            if self._current_update().checks_loss:
+                iteration.check_loss(losses, self._tensors()[0].device)
+            else:
+                iteration.note_loss(losses)
         return cast("Outputs", scaled)
 
     def _init_scale_on(self, device: torch.device) -> None:
@@ -291,38 +361,31 @@ class GradScaler(DropIn):
         if not torch.compiler.is_compiling():
             self._lazy_init_scale_growth_tracker(device)
             return
-        scale, tracker = self._init_scale, self._init_growth_tracker
-        self._scale = torch.full((), scale, dtype=torch.float32, device=device)
-        self._growth_tracker = torch.full((), tracker, dtype=torch.int32, device=device)
+        self._scale = torch.full(
+            (), self._init_scale, dtype=torch.float32, device=device
+        )
+        self._growth_tracker = torch.full(
+            (), self._init_growth_tracker, dtype=torch.int32, device=device
+        )
 
-    def _note_loss(self, outputs: Any) -> None:
-        """Keep for the report whether a loss was finite, where that costs no wait.
+    @uncompiled
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._place_state()
 
-        Of one number: a vector is no loss, and to read all of it may take long.
-        """
-        if isinstance(outputs, (list, tuple)):
-            for output in outputs:
-                self._note_loss(output)
-        elif type(outputs) is not torch.Tensor or outputs.numel() != 1:
-            return
-        elif outputs.device.type == "cpu":
-            bad = not math.isfinite(outputs.item())
-            self._iteration.loss_nonfinite = bad or bool(self._iteration.loss_nonfinite)
-        else:
-            self._iteration.raw_losses.append(outputs.detach())
+    def _place_state(self) -> None:
+        """Decide where the state is kept, and make its tensors if they are needed."""
+        scale, growth_tracker = self._tensors()
+        update = self._scale_update
+        self._is_on_host = self._state.is_on_host(scale, update)
+        if not self._is_on_host:
+            self._state.tensors(scale, growth_tracker, update)
 
-    def _check_loss(self, outputs: Any) -> None:
-        """Keep on the device whether a loss, before it was scaled, was not finite."""
-        if isinstance(outputs, (list, tuple)):
-            for output in outputs:
-                self._check_loss(output)
-        elif isinstance(outputs, torch.Tensor):
-            with torch.no_grad():
-                bad = (~torch.isfinite(outputs)).any().to(torch.float32)
-                if is_sharded(bad):
-                    bad = bad.full_tensor()
-            known = [] if self._iteration.loss is None else [self._iteration.loss]
-            self._iteration.loss = self._any([bad, *known])
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return torch's scale and growth tracker, which exist by now."""
+        return cast("torch.Tensor", self._scale), cast(
+            "torch.Tensor", self._growth_tracker
+        )
 
     def grad(
         self,
@@ -355,7 +418,7 @@ class GradScaler(DropIn):
             >>> x.grad / scaler.get_scale()
             tensor(30.)
         """
-        gradients = torch.autograd.grad(
+        grads = torch.autograd.grad(
             super().scale(outputs),
             inputs,
             create_graph=create_graph,
@@ -363,19 +426,75 @@ class GradScaler(DropIn):
             allow_unused=allow_unused,
         )
         if not self._enabled:
-            return tuple(gradients)
-        inverse = inverse_of(self._scale)
+            return tuple(grads)
+        inverse = invert(self._tensors()[0])
         return tuple(
-            None if gradient is None else gradient * inverse.to(gradient.device)
-            for gradient in gradients
+            None if grad is None else grad * inverse.to(grad.device) for grad in grads
         )
 
-    # -- gradients ---------------------------------------------------------------------
+    # -- unscaling and clipping --------------------------------------------------------
+
+    @uncompiled
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of an optimizer, in place; waits for nothing.
+
+        After `clip_grad_norm_` it writes the unscaled, clipped gradients back, if they
+        are not there yet: a fused optimizer's are left as they came until then.
+        """
+        if not self._enabled:
+            return
+        if not hasattr(optimizer, "param_groups"):
+            options.refuse_optimizer("unscale_", optimizer)
+        if self._scale is None:
+            self._check_scale_growth_tracker("unscale_")
+        step = self._iteration.begin(optimizer)
+        if step.clipped and step.stage is OptState.UNSCALED:
+            self._write_back(step)
+            return
+        step.require_ready()
+        self._unscale(step)
+
+    def _unscale(self, step: OptimizerStep, *, stepping: bool = False) -> None:
+        """Unscale gradients that are as they came; `stepping` says that `step` does."""
+        accumulator = step.accumulator
+        if accumulator is not None:
+            accumulator.require_complete()
+        step.is_unscaling = True
+        live = self._live()
+        allow_fp16 = self._options.allow_fp16
+        if accumulator is not None:
+            found_inf = accumulation.finish(step, accumulator, self._checker, live)
+        elif self._is_overridden("_unscale_grads_"):
+            scale = live.tensor
+            zero = torch.zeros((), dtype=torch.float32, device=scale.device)
+            found_inf = self._unscale_grads_(
+                step.optimizer, invert(scale), zero, allow_fp16
+            )
+            try:
+                # The subclass may have checked by itself, without other ranks.
+                found_inf = self._checker.share_flags(step.optimizer, found_inf, live)
+            except BaseException:
+                step.mark_failed()
+                raise
+        else:
+            found_inf, _ = self._checker.check(
+                step.optimizer, step, _UNSCALE, live, allow_fp16=allow_fp16
+            )
+        step.mark_unscaled(found_inf, live.iteration.losses, stepping=stepping)
+
+    def _write_back(self, step: OptimizerStep) -> None:
+        """Write unscaled, clipped gradients where they are still scaled."""
+        if step.inspection is None:
+            return
+        step.is_unscaling = True
+        step.inspection.rescale_()
+        step.inspection = step.grad_scale = None
+        step.is_unscaling = False
 
     @uncompiled
     def clip_grad_norm_(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         max_norm: float | Sequence[float],
         *,
         norm_type: float = 2.0,
@@ -384,15 +503,15 @@ class GradScaler(DropIn):
     ) -> torch.Tensor:
         """Clip the norm of an optimizer's gradients; in place of `unscale_`.
 
-        One read gives the norm, the check for what is not finite and the factor.
-        Nothing waits. What `.grad` holds afterwards depends on the optimizer: a plain
-        one's gradients are unscaled and clipped. A fused one divides by itself, so its
-        gradients are left as they came, still scaled; pass `write_back=True`, or call
-        `unscale_` afterwards, to have them unscaled and clipped as well.
+        One read gives the norm, the finite check and the factor. Nothing waits. What
+        `.grad` holds afterwards depends on the optimizer: a plain one's gradients are
+        unscaled and clipped. A fused one divides by itself, so its gradients are left
+        as they came, still scaled; pass `write_back=True`, or call `unscale_`
+        afterwards, to have them unscaled and clipped as well.
 
         Args:
             optimizer: Whose gradients to clip; once a step, after all backward passes.
-            max_norm: What their norm shall not exceed, unscaled. Infinity measures the
+            max_norm: What their norm must not exceed, unscaled. Infinity measures the
                 norm and clips nothing. A list has one number for each parameter group,
                 and every group is clipped by its own norm.
             norm_type: 2, infinity for the largest magnitude, or any positive number.
@@ -413,44 +532,125 @@ class GradScaler(DropIn):
             RuntimeError: With `error_if_nonfinite`, if the norm is not finite; the
                 gradients are as they were.
         """
-        wanted = clipping.check_arguments(
-            check_optimizer("clip_grad_norm_", optimizer),
-            max_norm,
-            norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-            write_back=write_back,
-        )
+        if not hasattr(optimizer, "param_groups"):
+            options.refuse_optimizer("clip_grad_norm_", optimizer)
+        arguments = (max_norm, norm_type, error_if_nonfinite, write_back)
+        if arguments != self._clip_arguments or not isinstance(max_norm, float):
+            self._clip_options = clipping.parse_clip_options(
+                optimizer,
+                max_norm,
+                norm_type,
+                error_if_nonfinite=error_if_nonfinite,
+                write_back=write_back,
+            )
+            self._clip_arguments = arguments
+        clip = self._clip_options
         if not self._enabled:
-            return clipping.clip_without_scale(optimizer, wanted)
-        optimizer = handover.inner(optimizer)
-        if self._scale is None and clipping.nothing_to_clip(self, optimizer):
-            shape = (len(wanted.max_norms),) if wanted.per_group else ()
-            return torch.zeros(shape, device="cpu")
-        self._check_scale_growth_tracker("clip_grad_norm_")
-        return clipping.clip(self, optimizer, wanted)
+            return clipping.clip_unscaled(optimizer, clip)
+        if self._scale is None:
+            if self._has_nothing_to_clip(unwrap(optimizer)):
+                return clipping.empty_norm(clip, "cpu")
+            self._check_scale_growth_tracker("clip_grad_norm_")
+        step = self._begin_step(optimizer)
+        step.require_not_clipped()
+        live = self._live()
+        if step.stage is OptState.READY:
+            if step.accumulator is None:
+                norm = self._clip_scaled(step, clip, live)
+                if norm is not None:
+                    return norm
+            self.unscale_(step.optimizer)
+        return clipping.clip_after_unscaling(step, clip, self._checker, live)
+
+    def _clip_scaled(
+        self, step: OptimizerStep, clip: clipping.ClipOptions, live: LiveState
+    ) -> torch.Tensor | None:
+        """Clip scaled gradients in one read; `None` if they must be unscaled first."""
+        if not has_grads(step.optimizer) and self._has_nothing_to_clip(step.optimizer):
+            return clipping.empty_norm(clip, live.tensor.device)
+        if not clip.fits_one_read or self._is_overridden(*_CHECK_HOOKS):
+            return None
+        return clipping.clip_in_one_read(
+            step, clip, self._checker, live, allow_fp16=self._options.allow_fp16
+        )
+
+    def _has_nothing_to_clip(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether there is no gradient, here or on a rank that waits for this one.
+
+        Then nothing counts as unscaled: the gradients may come later.
+        """
+        if has_grads(optimizer) or self._is_overridden(*_CHECK_HOOKS):
+            return False
+        return self._checker.inspector.plan_for(optimizer) is None
+
+    # -- accumulating ------------------------------------------------------------------
 
     @uncompiled
-    def accumulate(self, optimizer: Any) -> None:
+    def accumulate(self, optimizer: torch.optim.Optimizer) -> None:
         """Add a micro-batch's gradients up, in float32 or wider, if they are finite.
 
         Call it after every `backward`. The gradients are unscaled, added to buffers and
         taken off the parameters; of a micro-batch with a gradient that is not finite
-        nothing is added. `step` applies the sum of the good ones times all over good,
-        as if none were missing, and skips only if none was good. `update` lowers the
-        scale if any was dropped.
+        nothing is added. `step` applies the sum of the finite ones times all over
+        finite ones, as if none were missing, and skips only if none was finite.
+        `update` lowers the scale if any overflowed.
 
         Args:
             optimizer: Whose gradients to add up.
         """
         if not self._enabled:
-            return  # the gradients add up where they are
+            return  # the gradients add up in .grad
+        if not hasattr(optimizer, "param_groups"):
+            options.refuse_optimizer("accumulate", optimizer)
         self._check_scale_growth_tracker("accumulate")
-        optimizer = handover.inner(check_optimizer("accumulate", optimizer))
-        self._ready(optimizer)
-        accumulation.add(self, optimizer)
+        step = self._iteration.begin(optimizer)
+        step.require_ready()
+        collected = self._checker.inspector.collect(step.optimizer)
+        if collected.groups is not None:
+            accumulation.refuse_unsummable(collected.groups, collected.grads)
+        accumulation.add_micro_batch(step, collected, self._live())
+
+    # -- stepping ----------------------------------------------------------------------
 
     @uncompiled
-    def step_all(self, *optimizers: Any) -> list[Any]:
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer unless a gradient is not finite.
+
+        With `closure=` the optimizer may call for the loss several times: the closure
+        scales it, runs `backward` and returns it. Its gradients are unscaled and
+        checked after each call; if they are not finite, the parameters and the
+        optimizer's state are what they were before the step.
+
+        If `optimizer.step` raises, the next step with new gradients is taken as usual;
+        with the same gradients it may be tried again.
+
+        Args:
+            optimizer: The optimizer to step.
+            *args: What `optimizer.step` takes.
+            **kwargs: The same, by name.
+
+        Returns:
+            What `optimizer.step` returned; `None` if the step was skipped.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if not hasattr(optimizer, "param_groups"):
+            options.refuse_optimizer("step", optimizer)
+        closure = None
+        arguments = (args, kwargs)
+        if args or kwargs:
+            closure, arguments = closures.take_closure(optimizer, arguments)
+        if closure is not None:
+            return self._step_with_closure(optimizer, closure, arguments)
+        if self._scale is None:
+            self._check_scale_growth_tracker("step")
+        step = self._begin_step(optimizer)
+        if step.failed:
+            step.refuse_failed()
+        return self._step(step, optimizer, arguments, is_prepared=False)
+
+    @uncompiled
+    def step_all(self, *optimizers: torch.optim.Optimizer) -> list[Any]:
         """Step several optimizers, or none of them if any gradient is not finite.
 
         Returns:
@@ -459,32 +659,494 @@ class GradScaler(DropIn):
         if not self._enabled:
             return [optimizer.step() for optimizer in optimizers]
         for optimizer in optimizers:
-            check_optimizer("step_all", optimizer)
+            if not hasattr(optimizer, "param_groups"):
+                options.refuse_optimizer("step_all", optimizer)
         self._check_scale_growth_tracker("step_all")
-        given, optimizers = optimizers, tuple(map(handover.inner, optimizers))
-        states = [self._unstepped(optimizer) for optimizer in optimizers]
-        handover.refuse_scaler_takers(optimizers)
+        steps = [self._begin_step(optimizer) for optimizer in optimizers]
+        fused_optimizers.refuse_scaler_takers(step.optimizer for step in steps)
         try:
-            for optimizer, state in zip(optimizers, states, strict=True):
-                self._prepare(optimizer, state)
-                self._require_checked(state)
+            for step in steps:
+                self._prepare(step)
+                step.require_checked()
         finally:
-            for state in states:
-                self._iteration.of(state).stepping = None  # none was stepped
-        self._decide_together(states)
-        return [self._step(optimizer, (), {}, looked=True) for optimizer in given]
-
-    def _decide_together(self, states: list[dict[str, Any]]) -> None:
-        """Have all optimizers skip if one of them does."""
-        flags = [
-            flag for state in states for flag in state["found_inf_per_device"].values()
+            for step in steps:
+                step.stepping = None  # none was stepped
+        outcome.skip_together(steps, self._tensors()[0].device)
+        return [
+            self._step(step, optimizer, ((), {}), is_prepared=True)
+            for step, optimizer in zip(steps, optimizers, strict=True)
         ]
-        together = self._any(flags)
-        parts = [self._iteration.of(state).part for state in states]
-        known = [part.verdict for part in parts if part is not None]
-        overflowed = self._any([verdict.overflowed() for verdict in known])
-        if len(known) == len(states):  # else a subclass has found something by itself
-            for verdict in known:
-                verdict.too_large.copy_(together * (1.0 - overflowed))
-        for flag in flags:
-            flag.copy_(together)
+
+    def _begin_step(self, optimizer: torch.optim.Optimizer) -> OptimizerStep:
+        """Return the step of an optimizer that has not taken it yet."""
+        iteration = self._iteration
+        step = iteration.begin(optimizer)
+        stage = step.state["stage"]
+        if stage is not OptState.READY:
+            step.require_not_stepped()
+            if step.has_stale_check(iteration.losses):
+                self._check_again(step)
+        return step
+
+    def _check_again(self, step: OptimizerStep) -> None:
+        """Check unscaled gradients that were written to after a new loss was scaled."""
+        live = self._live()
+        known = step.found_inf
+        one = torch.ones((), dtype=torch.float32, device=live.tensor.device)
+        found_inf, _ = self._checker.check(
+            step.optimizer, step, _CHECK, live, allow_fp16=True, inverse=one
+        )
+        for device, flag in known.items():
+            if device in found_inf:
+                own = found_inf[device].reshape(flag.shape)
+                torch.maximum(flag, own, out=flag)
+
+    def _step(
+        self,
+        step: OptimizerStep,
+        given: torch.optim.Optimizer,
+        arguments: fused_optimizers.StepArguments,
+        *,
+        is_prepared: bool,
+    ) -> Any:
+        """Step an optimizer whose closure, if any, was dealt with.
+
+        Args:
+            step: The optimizer's step.
+            given: The optimizer, or the wrapper of a package around it.
+            arguments: What its `step` takes.
+            is_prepared: Whether its gradients were just checked.
+        """
+        optimizer = step.optimizer
+        stepped = given if given is optimizer else choose_stepped(optimizer, given)
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if is_fused and fused_optimizers.takes_scaler(optimizer):
+            if step.accumulator is not None:
+                self.unscale_(optimizer)
+            result = fused_optimizers.step_with_scaler(stepped, self, arguments)
+            step.mark_stepped()
+            return result
+        if not is_prepared:
+            self._prepare(step)
+        if step.stepping is None:
+            step.mark_stepping()
+        args, kwargs = arguments
+        try:
+            if is_fused:
+                result = self._step_fused(step, stepped, arguments)
+            else:
+                result = self._maybe_opt_step(stepped, step.state, *args, **kwargs)
+        except Exception:
+            step.raised = True
+            raise
+        step.mark_stepped()
+        return result
+
+    def _prepare(self, step: OptimizerStep) -> None:
+        """Check scaled gradients; unscale them if the optimizer cannot."""
+        is_fused = getattr(step.optimizer, "_step_supports_amp_scaling", False)
+        if step.stage is OptState.READY:
+            if is_fused and step.accumulator is None:
+                self._check_inf_per_device(step.optimizer)
+            elif self._is_overridden("unscale_"):
+                self.unscale_(step.optimizer)
+            else:
+                self._unscale(step, stepping=True)
+        if not is_fused and not step.state["found_inf_per_device"]:
+            step.require_checked()
+
+    def _step_fused(
+        self,
+        step: OptimizerStep,
+        stepped: torch.optim.Optimizer,
+        arguments: fused_optimizers.StepArguments,
+    ) -> Any:
+        """Step an optimizer that unscales and skips by itself; nothing waits."""
+        optimizer = step.optimizer
+        device = self._tensors()[0].device
+        flags = list(step.found_inf.values())
+        found_inf = flags[0]
+        is_exact = step.has_own_flags and found_inf.device == device
+        if len(flags) > 1 or not is_exact or self._is_overridden(*_CHECK_HOOKS):
+            found_inf = any_flag(flags, device)
+        grad_scale = step.grad_scale
+        if grad_scale is None and step.stage is OptState.READY:
+            grad_scale = self._scale
+        if not fused_optimizers.prepare_momentum(optimizer, found_inf):
+            return None
+        if treats_call_as_applied(optimizer) and bool(found_inf):
+            return None
+        args, kwargs = arguments
+        with fused_optimizers.lend_grad_scale(optimizer, grad_scale, found_inf):
+            return stepped.step(*args, **kwargs)
+
+    def _step_with_closure(
+        self,
+        given: torch.optim.Optimizer,
+        closure: closures.Closure,
+        arguments: fused_optimizers.StepArguments,
+    ) -> Any:
+        """Step an optimizer that calls for its loss.
+
+        Gradients that are there before the call are not the scaler's: they are left
+        alone, unless `unscale_` was called for them (SAM takes its first step from
+        them). If it was, and they are not finite, the closure is not called at all.
+        """
+        step = self._begin_step(given)
+        if step.accumulator is not None:
+            message = (
+                "accumulate() and a closure do not go together: the closure brings its "
+                "own gradients. Add the micro-batches up inside the closure."
+            )
+            raise ContextError(message)
+        optimizer = step.optimizer
+        stepped = given if given is optimizer else choose_stepped(optimizer, given)
+        result = None
+        if not any(flag.item() for flag in step.found_inf.values()):
+            result = closures.step_with_closure(
+                optimizer,
+                stepped,
+                closure,
+                arguments,
+                rewind=step.rewind,
+                unscale_and_check=partial(self._unscale_for_closure, step),
+            )
+        step.mark_stepped()
+        return result
+
+    def _unscale_for_closure(self, step: OptimizerStep) -> bool:
+        """Unscale the gradients of a closure; return whether they are finite."""
+        self._check_scale_growth_tracker("step")
+        if step.stage is not OptState.READY:
+            # The closure has clipped them, and the optimizer does not divide.
+            self._write_back(step)
+        elif self._is_overridden("unscale_"):
+            self.unscale_(step.optimizer)
+        else:
+            self._unscale(step)
+        step.require_checked()
+        return not any(flag.item() for flag in step.found_inf.values())
+
+    # -- the end of the iteration ------------------------------------------------------
+
+    @uncompiled
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Update the scale; call it once, after all optimizers of an iteration.
+
+        Args:
+            new_scale: A scale to set instead of what the policy says: a float, or a
+                tensor of one number.
+
+        Raises:
+            CollapseError: If too many consecutive steps were skipped, and the scaler
+                was made with `on_collapse="raise"`. The update itself is complete.
+        """
+        if not self._enabled:
+            return
+        scale, growth_tracker = self._scale, self._growth_tracker
+        if scale is None or growth_tracker is None:
+            scale, growth_tracker = self._check_scale_growth_tracker("update")
+        if new_scale is not None:
+            new_scale = options.check_new_scale(new_scale, self._device)
+        iteration = self._iteration
+        flagged = [
+            state
+            for state in iteration.states.values()
+            if state["found_inf_per_device"]
+        ]
+        has_failed = iteration.has_failed
+        is_missing = not flagged and not self._options.ignores_no_gradients
+        if new_scale is None and (is_missing or has_failed):
+            message = "No inf checks were recorded prior to update."
+            raise AssertionError(f"{message} {FAILED}" if has_failed else message)
+        outcomes = None
+        if flagged or new_scale is None:
+            outcomes = outcome.collect_outcomes(
+                iteration, flagged, scale, steps_itself=self._is_overridden("step")
+            )
+        # First: a step that is interrupted from here on is over, and is not counted
+        # twice if update() is called again.
+        self._per_optimizer_states = defaultdict(new_optimizer_state)
+        self._current = None
+        if outcomes is not None:
+            update = _KEEP_SCALE if new_scale is not None else self._current_update()
+            report = self._advance(iteration, outcomes, update, scale, growth_tracker)
+        if isinstance(new_scale, float):
+            scale.fill_(new_scale)
+        elif new_scale is not None:
+            scale.copy_(new_scale.reshape(()))
+        if outcomes is not None:
+            on_host = all(outcome.summary.is_on_host for outcome in outcomes)
+            self._history.add(report, on_host=on_host)
+
+    def _advance(
+        self,
+        iteration: Iteration,
+        outcomes: list[OptimizerOutcome],
+        update: ScaleUpdate,
+        scale: torch.Tensor,
+        growth_tracker: torch.Tensor,
+    ) -> StepReport:
+        """Advance the state by what was found; return the report of the step."""
+        if self._is_on_host is None:
+            self._place_state()
+        self._reports += 1
+        device_loss: GradientSummary | None = None
+        loss_nonfinite = iteration.host_loss_nonfinite
+        if self._is_on_host:
+            found = outcome.host_outcome(iteration, outcomes, scale.device)
+            self._state.advance_on_host(scale, growth_tracker, update, found)
+            if found.loss_nonfinite is not None:
+                loss_nonfinite = found.loss_nonfinite
+        else:
+            flags = outcome.device_outcome(iteration, outcomes, scale.device)
+            tensors = self._state.tensors(scale, growth_tracker, self._scale_update)
+            update.advance_tensors(
+                tensors,
+                flags,
+                partial(outcome.make_signal, flags, outcomes, update, scale.device),
+            )
+            for one in outcomes:
+                one.summary.publish(self._pool)
+            if flags.loss_nonfinite is not None:
+                device_loss = GradientSummary.of_flag(flags.loss_nonfinite, scale)
+                device_loss.publish(self._pool)
+        return StepReport(
+            self._reports, outcomes, self._options.names, loss_nonfinite, device_loss
+        )
+
+    def discard(self) -> None:
+        """Drop the current iteration: start again with a new backward pass.
+
+        Call it together with `zero_grad` where an iteration is given up half-way: after
+        an exception in a step, or to forget what `accumulate` has added up. Gradients
+        that are still there count as scaled. The scale does not move, and nothing is
+        reported. With several ranks, call it on all of them.
+
+        Example:
+            >>> import torch, lossscale.torch as ls
+            >>> weight = torch.nn.Parameter(torch.ones(1))
+            >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+            >>> scaler = ls.GradScaler("cpu")
+            >>> scaler.scale(weight.sum()).backward()
+            >>> scaler.accumulate(optimizer)
+            >>> scaler.discard()  # a bad batch: begin again
+            >>> scaler.scale(2 * weight.sum()).backward()
+            >>> scaler.step(optimizer)
+            >>> scaler.update()
+            >>> weight.item()
+            -1.0
+        """
+        if self._enabled:
+            self._per_optimizer_states = defaultdict(new_optimizer_state)
+
+    # -- checking gradients, under torch's private names -------------------------------
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> FoundInf:
+        optimizer = unwrap(optimizer)
+        state = self._per_optimizer_states.get(id(optimizer))
+        step = None if state is None else self._iteration.step_of(state)
+        flags, _ = self._checker.check(
+            optimizer,
+            step,
+            _UNSCALE._replace(check_headroom=not self._is_only_checking),
+            self._live(),
+            allow_fp16=allow_fp16 or self._options.allow_fp16,
+            inverse=inv_scale.reshape(()).to(torch.float32),
+        )
+        # torch returns copies of `found_inf`, of its shape and with what it holds.
+        return {
+            device: torch.maximum(found_inf.to(device), flag)
+            for device, flag in flags.items()
+        }
+
+    # torch declares str for the keys, which are devices.
+    def _check_inf_per_device(  # type: ignore[override]
+        self, optimizer: torch.optim.Optimizer
+    ) -> FoundInf:
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        step = self._iteration.begin(optimizer)
+        optimizer = step.optimizer
+        hook_flags: FoundInf = {}
+        has_hook = self._is_overridden("_unscale_grads_")
+        if has_hook:
+            # It is called with an inverse of 1, as torch does, and cannot know what
+            # dividing by the scale will make of the gradients.
+            self._is_only_checking = True
+            try:
+                hook_flags = cast("FoundInf", super()._check_inf_per_device(optimizer))
+            finally:
+                self._is_only_checking = False
+        live = self._live()
+        found_inf, _ = self._checker.check(
+            optimizer, step, _CHECK, live, allow_fp16=True
+        )
+        for device, flag in hook_flags.items():
+            # A device may have gradients that only the subclass knows of.
+            own = found_inf.setdefault(device, flag.reshape(()))
+            torch.maximum(own, flag.reshape(()), out=own)
+        if has_hook:
+            # Also if the hook returned no flag: the other ranks wait.
+            found_inf = self._checker.share_flags(optimizer, found_inf, live)
+        step.mark_checked(found_inf)
+        return found_inf
+
+    def _is_overridden(self, *names: str) -> bool:
+        """Whether a subclass, or an assignment to this object, replaces a method."""
+        replaced = self.__dict__
+        for name in names:
+            method = getattr(type(self), name)
+            if name in replaced or not method.__module__.startswith(_PACKAGE):
+                return True
+        return False
+
+    def _live(self) -> LiveState:
+        """Return the tensors and the iteration, for a collaborator to work on."""
+        update = self._scale_update if self._enabled else _KEEP_SCALE
+        return LiveState(self._scale, self._growth_tracker, self._iteration, update)
+
+    def _check_scale_growth_tracker(
+        self, funcname: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._scale is None and self._options.rank_groups.resolve().deciding:
+            # A pipeline stage without a loss has scaled nothing, and takes part.
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return super()._check_scale_growth_tracker(funcname)
+
+    # -- settings and saving -----------------------------------------------------------
+
+    def _policy(self) -> Policy:
+        """Return the policy, also where a subclass has an attribute of that name."""
+        return self._current_update().policy
+
+    def _factors(self) -> tuple[float, float, int]:
+        return self._growth_factor, self._backoff_factor, self._growth_interval
+
+    def _make_scale_update(self) -> ScaleUpdate:
+        """Return the policy that the settings describe, ready to run."""
+        factors = self._factors()
+        policy = self._options.policy
+        if policy is not None:
+            update = ScaleUpdate(policy, in_float64=False)
+        else:
+            described = torch_policy(self._init_scale, *factors)
+            update = ScaleUpdate(described, in_float64=True)
+        self._updated_factors = factors
+        return update
+
+    def _current_update(self) -> ScaleUpdate:
+        """Return the update; made again if a factor was assigned by hand."""
+        if self._options.policy is None and self._factors() != self._updated_factors:
+            self._use(self._make_scale_update())
+        return self._scale_update
+
+    def _use(self, update: ScaleUpdate) -> None:
+        """Go on with another policy; the tensor that a kernel reads stays the same."""
+        self._scale_update = update
+        self._state.write_settings(update)
+
+    def _set_factor(self, name: str, value: float) -> None:
+        """Set one of torch's numbers, unless it is invalid."""
+        policy = self._options.policy
+        if policy is not None:
+            message = (
+                f"This scaler has a policy of its own, {policy!r}; make a new "
+                f"GradScaler with a policy that has another {name}."
+            )
+            raise SettingError(message)
+        before = getattr(self, f"_{name}")
+        setattr(self, f"_{name}", value)
+        try:
+            self._use(self._make_scale_update())
+        except LossScaleError:
+            setattr(self, f"_{name}", before)
+            raise
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the growth factor; it must be above 1."""
+        self._set_factor("growth_factor", new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the back-off factor; it must be between 0 and 1."""
+        self._set_factor("backoff_factor", new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the growth interval. At or below the steps counted, growth comes next."""
+        self._set_factor("growth_interval", new_interval)
+
+    def state_dict(self) -> StateDict:
+        """Return torch's five entries and four of ours; torch reads it and skips them.
+
+        Entries: `scale`, `growth_factor`, `backoff_factor`, `growth_interval`,
+        `_growth_tracker`; `bad_steps` (overflows counted towards a back-off),
+        `total_steps`, `skipped_steps`, `consecutive_skips`. Empty if the scaler is
+        disabled.
+        """
+        state_dict = super().state_dict()
+        if self._enabled:
+            state_dict |= self._state.state_dict()
+        return state_dict
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load what `state_dict` of this class or of torch's returned.
+
+        A scaler that was made with `policy=` keeps its policy and loads the numbers of
+        the state alone; otherwise torch's three settings are loaded as well.
+
+        Raises:
+            StateError: If a number is invalid, such as a scale of 0; nothing changes.
+        """
+        if not self._enabled or not state_dict:
+            super().load_state_dict(state_dict)  # which says what torch says
+            return
+        entries, bad_steps, counters = parse_state_dict(
+            state_dict, self._options.policy, self._factors()
+        )
+        super().load_state_dict(entries)
+        self._state.set_numbers(bad_steps, counters)
+        self._use(self._make_scale_update())
+        if self._iteration.has_failed:
+            self.discard()
+
+    def __getstate__(self) -> StateDict:
+        """Return what is pickled: numbers and settings; no names and no callback.
+
+        Raises:
+            ContextError: If the scaler has process groups, which belong to a process.
+        """
+        declared = self._options.rank_groups
+        if declared.deciding and not declared.shards_over_world:
+            message = (
+                "A scaler that was made with process_groups=, meshes= or shard_groups= "
+                "cannot be pickled or copied: process groups belong to their process. "
+                "Save scaler.state_dict() and load it into a new one."
+            )
+            raise ContextError(message)
+        state: StateDict = super().__getstate__()
+        if self._enabled:
+            policy = self._scale_update.policy
+            in_float64 = self._options.policy is None
+            state["_scale_update"] = ScaleUpdate(policy, in_float64=in_float64)
+            state["_is_on_host"] = None
+        state["_history"] = self._history.cleared()
+        state["_options"] = self._options.to_pickle()
+        for name in ("_current", "_checker", "_schedulers", "_pool"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: StateDict) -> None:
+        """Restore what was pickled."""
+        super().__setstate__(state)
+        self._make_caches()
+
+
+_PACKAGE = f"{__package__}."
+
+_KEEP_SCALE = ScaleUpdate(Fixed(), in_float64=False)
+"""Counts a step, and leaves the scale to the caller."""

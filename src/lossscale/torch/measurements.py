@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `unscale` measures beside finiteness, when it is asked to."""
+"""What `unscale` measures in addition to finiteness, when it is asked to."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lossscale.core import trees
-from lossscale.torch.leaves import common_device, moved, values
+from lossscale.torch.gradient import common_device, moved, values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _BITS = {
     # The integer of the same size, and the smallest normal number's bits.
@@ -23,7 +26,7 @@ def measured(
     """Measure what was asked for; sums are kept in float64.
 
     Args:
-        grads: A nest of scaled gradients.
+        grads: A nested structure of scaled gradients.
         unscaled: The same, unscaled.
         names: What to measure.
         device: Where the results go if there are no gradients.
@@ -48,7 +51,7 @@ def measured(
         counts = gathered([flag.sum() for flag in flags], wide)
         return (counts.sum() / size).to(torch.float32)
 
-    measures = {
+    measures: dict[str, Callable[[], torch.Tensor]] = {
         "nan": lambda: gathered([x.isnan().any() for x in scaled], torch.bool).any(),
         "amax": lambda: gathered([_largest(x) for x in scaled], number).max(),
         "norm": lambda: torch.linalg.vector_norm(
@@ -69,13 +72,16 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
 
 def _norm(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the norm of one tensor, with its squares in a wide dtype."""
-    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, dtype))
+    norm: torch.Tensor = torch.linalg.vector_norm(
+        x, dtype=torch.promote_types(x.dtype, dtype)
+    )
+    return norm
 
 
 def _magnitude(x: torch.Tensor) -> torch.Tensor:
     """Return the bits of a tensor without the sign.
 
-    Bits and not values: a processor can be told to take subnormal numbers for zero.
+    Bits and not values: a processor can be set to take subnormal numbers for zero.
     """
     kind, _ = _BITS[x.dtype]
     return x.view(kind) & torch.iinfo(kind).max

@@ -6,14 +6,18 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from conformance import Framework, FunctionalConformance  # noqa: E402
+from conformance import (  # noqa: E402
+    Framework,
+    HeadroomConformance,
+    VerbConformance,
+)
 
 import lossscale.jax as ls  # noqa: E402
 
 NARROW = ("float16", "float32")
 
 
-class OnlyComplex64(FunctionalConformance):
+class OnlyComplex64(VerbConformance, HeadroomConformance):
     """Without 64-bit numbers there is no complex128."""
 
     @pytest.mark.parametrize("dtype", ["complex64"])
@@ -38,7 +42,7 @@ class TestJit(OnlyComplex64):
     )
 
 
-class TestWide(FunctionalConformance):
+class TestWide(VerbConformance, HeadroomConformance):
     """Where 64-bit numbers are enabled, the state stays float32 and int32."""
 
     framework = Framework(

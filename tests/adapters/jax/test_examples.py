@@ -6,10 +6,10 @@ from helpers.examples import check_the_story, run_example
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
 ZEROS = 10.8
-"""The share of zeros in the test set: a network that always says "0"."""
+"""The percentage of zeros in the test set: a network that always predicts 0."""
 
 
-def test_a_dynamic_scale_saves_what_float16_alone_loses():
+def test_float16_learns_with_a_dynamic_scale_only():
     runs, others = run_example("train_jax")
     check_the_story(runs)
     assert ["step 200: nan in 8 layers, skipped"] == others
@@ -26,6 +26,6 @@ def test_eight_devices_skip_together_and_learn():
     assert accuracy > 90
     assert 1 < skipped < 30
     assert scale > 1
-    # The one bad step, on one device, is skipped at a scale of 1 as well.
+    # The overflow in step 200, on one device, is skipped at a scale of 1 as well.
     assert (ZEROS, 1, 1) == runs["float16, no scaling"]
     assert [] == others

@@ -17,9 +17,9 @@ WORKER = Path(__file__).parent / "worker.py"
 
 def free_port():
     """Return a port that was free a moment ago."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as result:
+        result.bind(("127.0.0.1", 0))
+        return result.getsockname()[1]
 
 
 def run_workers(count):
@@ -56,8 +56,8 @@ def test_two_processes_skip_together_and_keep_one_scale_and_one_weight():
     first, second = run_workers(2)
     assert first == second
     assert (2, 4) == (first["processes"], first["devices"])
-    # The mean of 1 and 2, over 4 weights. Step 1 is bad in the first process, step 2
-    # in the second.
+    # The mean of 1 and 2, over 4 weights. Step 1 overflows in the first process, step
+    # 2 in the second.
     once, twice = [-0.375] * 4, [-0.75] * 4
     expected = [
         [True, 1024.0, once],

@@ -1,4 +1,4 @@
-"""A bad step once more on the same batch: how often, when not, and what it leaves."""
+"""Retries of an overflow on the same batch: how many, when, and with what result."""
 
 import pytest
 
@@ -11,8 +11,8 @@ from lossscale import Dynamic, Fixed  # noqa: E402
 from lossscale.errors import LossScaleError  # noqa: E402
 
 
-def loss_of(weight, x):
-    """A loss whose gradient x overflows in float16 above 65504 / scale."""
+def compute_loss(weight, x):
+    """Return a loss whose gradient x overflows in float16 above 65504 / scale."""
     return jnp.sum((weight.astype(jnp.float16) * x).astype(jnp.float32))
 
 
@@ -21,36 +21,36 @@ def run(policy, x, retries, state=None):
 
     def counted(weight, x):
         traces.append(1)
-        return loss_of(weight, x)
+        return compute_loss(weight, x)
 
-    step = jax.jit(ls.retrying(ls.value_and_grad(counted, policy), retries=retries))
+    step = jax.jit(ls.with_retries(ls.value_and_grad(counted, policy), retries=retries))
     state = ls.init(policy) if state is None else state
-    found = step(state, jnp.float32(1.0), jnp.float16(x))
+    result = step(state, jnp.float32(1.0), jnp.float16(x))
     assert 2 == len(traces)  # alone, and in the loop
-    step(found.state, jnp.float32(1.0), jnp.float16(x))
+    step(result.state, jnp.float32(1.0), jnp.float16(x))
     assert 2 == len(traces)
-    return found
+    return result
 
 
-def test_a_good_step_is_not_repeated():
-    found = run(Dynamic(init_scale=2.0**10), 4.0, 5)
-    assert (4.0, 0, 1) == (found.grads, found.retries, found.state.good_steps)
-    assert 2.0**10 == found.state.scale
+def test_a_finite_step_is_not_retried():
+    result = run(Dynamic(init_scale=2.0**10), 4.0, 5)
+    assert (4.0, 0, 1) == (result.grads, result.retries, result.state.good_steps)
+    assert 2.0**10 == result.state.scale
 
 
-def test_a_bad_step_is_repeated_until_it_fits():
-    found = run(Dynamic(init_scale=2.0**16), 4.0, 10)
-    assert bool(found.signal.finite)
-    assert (4.0, 3) == (found.grads, found.retries)
-    # Three overflows, then a clean step.
-    assert (2.0**13, 1, 0) == tuple(value.item() for value in found.state)
+def test_an_overflow_is_retried_until_it_is_finite():
+    result = run(Dynamic(init_scale=2.0**16), 4.0, 10)
+    assert bool(result.signal.finite)
+    assert (4.0, 3) == (result.grads, result.retries)
+    # Three overflows, then a finite step.
+    assert (2.0**13, 1, 0) == tuple(value.item() for value in result.state)
 
 
 def test_the_number_of_attempts_is_bounded():
-    found = run(Dynamic(init_scale=2.0**16), 4.0, 2)
-    assert not bool(found.signal.finite)
-    assert 2 == found.retries
-    assert 2.0**13 == found.state.scale
+    result = run(Dynamic(init_scale=2.0**16), 4.0, 2)
+    assert not bool(result.signal.finite)
+    assert 2 == result.retries
+    assert 2.0**13 == result.state.scale
 
 
 @pytest.mark.parametrize(
@@ -60,55 +60,55 @@ def test_the_number_of_attempts_is_bounded():
         Dynamic(init_scale=2.0**16, min_scale=2.0**16),
         Dynamic(init_scale=2.0**16, hysteresis=2),
     ],
-    ids=["fixed", "at the floor", "waiting for more overflows"],
+    ids=["fixed", "at the minimum", "waiting for more overflows"],
 )
-def test_an_attempt_that_could_not_differ_is_not_made(policy):
-    found = run(policy, 4.0, 5)
-    assert not bool(found.signal.finite)
-    assert (0, 2.0**16) == (found.retries, found.state.scale)
+def test_a_retry_that_could_not_differ_is_not_made(policy):
+    result = run(policy, 4.0, 5)
+    assert not bool(result.signal.finite)
+    assert (0, 2.0**16) == (result.retries, result.state.scale)
 
 
-def test_a_loss_that_is_not_finite_is_not_tried_again():
-    found = run(Dynamic(), float("inf"), 5)
-    assert 0 == found.retries
-    assert not bool(found.signal.loss_finite)
+def test_a_nonfinite_loss_is_not_retried():
+    result = run(Dynamic(), float("inf"), 5)
+    assert 0 == result.retries
+    assert not bool(result.signal.loss_finite)
 
 
-def test_every_lane_is_repeated_as_often_as_it_needs():
+def test_under_vmap_every_element_is_retried_as_often_as_it_needs():
     policy = Dynamic(init_scale=2.0**15)
-    step = ls.retrying(ls.value_and_grad(loss_of, policy), retries=9)
-    lanes = jax.jit(jax.vmap(step, in_axes=(None, None, 0)))
+    step = ls.with_retries(ls.value_and_grad(compute_loss, policy), retries=9)
+    mapped = jax.jit(jax.vmap(step, in_axes=(None, None, 0)))
     x = jnp.array([0.25, 4.0, 16.0], jnp.float16)
-    found = lanes(ls.init(policy), jnp.float32(1.0), x)
-    assert [0, 2, 4] == found.retries.tolist()
-    assert [2.0**15, 2.0**13, 2.0**11] == found.state.scale.tolist()
-    assert [0.25, 4.0, 16.0] == found.grads.tolist()
+    result = mapped(ls.init(policy), jnp.float32(1.0), x)
+    assert [0, 2, 4] == result.retries.tolist()
+    assert [2.0**15, 2.0**13, 2.0**11] == result.state.scale.tolist()
+    assert [0.25, 4.0, 16.0] == result.grads.tolist()
 
 
 def test_aux_is_that_of_the_last_attempt():
     policy = Dynamic(init_scale=2.0**16)
 
     def loss(weight):
-        return loss_of(weight, jnp.float16(4.0)), {"weight": weight, "n": 3}
+        return compute_loss(weight, jnp.float16(4.0)), {"weight": weight, "n": 3}
 
-    step = ls.retrying(ls.value_and_grad(loss, policy, has_aux=True), retries=5)
+    step = ls.with_retries(ls.value_and_grad(loss, policy, has_aux=True), retries=5)
     (value, aux), grads, _, _, retries = jax.jit(step)(
         ls.init(policy), jnp.float32(2.0)
     )
     assert (8.0, 2.0, 3, 4.0, 3) == (value, aux["weight"], aux["n"], grads, retries)
 
 
-def test_a_retry_counts_in_a_scan():
+def test_retries_work_in_a_scan():
     policy = Dynamic(init_scale=2.0**16, growth_interval=100)
-    step = ls.retrying(ls.value_and_grad(loss_of, policy), retries=9)
+    step = ls.with_retries(ls.value_and_grad(compute_loss, policy), retries=9)
 
     @jax.jit
     def loop(state, weight, batches):
         def body(carry, x):
             state, weight = carry
-            found = step(state, weight, x)
-            new = ls.select(found.signal.finite, weight - found.grads, weight)
-            return (found.state, new), found.retries
+            result = step(state, weight, x)
+            new = ls.select(result.signal.finite, weight - result.grads, weight)
+            return (result.state, new), result.retries
 
         return jax.lax.scan(body, (state, weight), batches)
 
@@ -119,6 +119,27 @@ def test_a_retry_counts_in_a_scan():
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "3"])
-def test_a_number_of_retries_is_wanted(wrong):
+def test_an_invalid_number_of_retries_is_refused(wrong):
     with pytest.raises(LossScaleError, match="retries"):
-        ls.retrying(ls.value_and_grad(loss_of, Dynamic()), retries=wrong)
+        ls.with_retries(ls.value_and_grad(compute_loss, Dynamic()), retries=wrong)
+
+
+def test_a_gradient_that_is_infinite_at_every_scale_counts_as_one_overflow():
+    """Each step lowered the scale by 2**4: sqrt has an infinite gradient at 0."""
+    policy = Dynamic(init_scale=2.0**16)
+    step = jax.jit(ls.with_retries(ls.value_and_grad(jnp.sqrt, policy), retries=3))
+    result = step(ls.init(policy), jnp.float32(0.0))
+    assert not bool(result.signal.finite)
+    assert (3, 2.0**15) == (result.retries, result.state.scale)
+    assert jnp.isinf(result.grads)
+
+
+def test_under_vmap_elements_that_need_more_retries_keep_their_lower_scale():
+    policy = Dynamic(init_scale=2.0**15)
+    step = ls.with_retries(ls.value_and_grad(compute_loss, policy), retries=1)
+    mapped = jax.jit(jax.vmap(step, in_axes=(None, None, 0)))
+    x = jnp.array([jnp.inf, 0.5, 16.0, 2.0], jnp.float16)
+    result = mapped(ls.init(policy), jnp.float32(0.0), x)
+    # The loss of the first element is NaN: a lower scale does not help.
+    assert [0, 0, 1, 1] == result.retries.tolist()
+    assert [2.0**14, 2.0**15, 2.0**13, 2.0**14] == result.state.scale.tolist()

@@ -1,4 +1,4 @@
-"""`select` on whole train states, and the condition that saves the optimizer's work."""
+"""`select` on whole train states, and `apply_if_finite`, which saves the work."""
 
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ def apply(x):
     return x
 
 
-def train_state(value, step):
+def make_train_state(value, step):
     return TrainState(
         params={"w": jnp.full(2, value), "half": jnp.full(2, value, jnp.float16)},
         optimizer=(jnp.float32(value), None, jnp.int32(step)),
@@ -40,7 +40,7 @@ def train_state(value, step):
     )
 
 
-def plain(state):
+def to_lists(state):
     return [
         jax.random.key_data(leaf).tolist()
         if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
@@ -50,23 +50,28 @@ def plain(state):
 
 
 @pytest.mark.parametrize("finite", [True, False])
-def test_a_whole_train_state_is_taken_or_left(finite):
-    new, old = train_state(np.nan if not finite else 2.0, 7), train_state(1.0, 6)
+def test_a_whole_train_state_is_selected(finite):
+    new, old = (
+        make_train_state(np.nan if not finite else 2.0, 7),
+        make_train_state(1.0, 6),
+    )
     chosen = ls.select(jnp.bool_(finite), new, old)
-    assert plain(new if finite else old) == plain(chosen)
+    assert to_lists(new if finite else old) == to_lists(chosen)
     assert chosen.apply is apply
     dtypes = [jnp.result_type(x) for x in jax.tree.leaves(old._replace(apply=None))]
-    found = [jnp.result_type(x) for x in jax.tree.leaves(chosen._replace(apply=None))]
-    assert dtypes == found
+    chosen_dtypes = [
+        jnp.result_type(x) for x in jax.tree.leaves(chosen._replace(apply=None))
+    ]
+    assert dtypes == chosen_dtypes
 
 
-def test_a_python_boolean_takes_one_of_the_two_as_it_is():
-    new, old = train_state(2.0, 7), train_state(1.0, 6)
+def test_a_python_boolean_returns_one_tree_unchanged():
+    new, old = make_train_state(2.0, 7), make_train_state(1.0, 6)
     assert new is ls.select(True, new, old)
     assert old is ls.select(np.False_, new, old)
 
 
-def test_structures_that_differ_are_named():
+def test_different_structures_are_reported():
     with pytest.raises(StructureError, match="only the new one has"):
         ls.select(jnp.bool_(True), {"a": 1.0, "b": 2.0}, {"a": 1.0})
     with pytest.raises(StructureError, match="containers"):
@@ -82,15 +87,15 @@ def test_structures_that_differ_are_named():
         (jnp.sin, jnp.cos, "only arrays"),
         ("a", jnp.ones(()), "only arrays"),
     ],
-    ids=["shape", "dtype", "text", "function", "kind"],
+    ids=["shape", "dtype", "text", "function", "type"],
 )
-def test_leaves_that_cannot_stand_for_each_other_are_named(new, old, words):
+def test_leaves_that_cannot_replace_each_other_are_reported(new, old, words):
     with pytest.raises(StructureError, match=words) as caught:
         ls.select(jnp.bool_(True), {"leaf": [new]}, {"leaf": [old]})
     assert "['leaf'][0]" in str(caught.value)
 
 
-def test_one_flag_is_wanted():
+def test_several_flags_are_refused():
     for wrong in (jnp.array([True, False]), np.array([True, False])):
         with pytest.raises(GradientError, match="one boolean"):
             ls.select(wrong, [jnp.ones(2)], [jnp.ones(2)])
@@ -103,7 +108,7 @@ def test_a_traced_flag_that_is_nan_never_applies_a_step():
     assert 1.0 == select(jnp.int32(1), jnp.float32(1.0), jnp.float32(5.0))
 
 
-def test_gradients_of_integers_hold_nothing_and_stay():
+def test_float0_gradients_of_integers_pass_through():
     def loss(tree):
         return tree["w"] * tree["n"].astype(float)
 
@@ -134,14 +139,14 @@ def test_the_optimizer_does_not_run_on_a_skipped_step():
     assert ([1], 1, [0.0, 0.0]) == (runs, state["step"], state["w"].tolist())
 
 
-def test_the_condition_becomes_a_choice_for_each_lane_under_vmap():
+def test_under_vmap_the_condition_selects_for_each_element():
     step = jax.vmap(lambda f, w, g: ls.apply_if_finite(f, jnp.subtract, w, g))
     flags = jnp.array([True, False, True])
     grads = jnp.array([1.0, jnp.nan, 3.0])
     assert [4.0, 5.0, 2.0] == step(flags, jnp.full(3, 5.0), grads).tolist()
 
 
-def test_both_ways_give_the_same_and_can_be_donated():
+def test_select_and_apply_if_finite_agree_and_buffers_can_be_donated():
     def optimize(state, grads):
         return jax.tree.map(lambda w: w - grads, state)
 
@@ -155,5 +160,5 @@ def test_both_ways_give_the_same_and_can_be_donated():
     for finite in (True, False):
         state = {"w": jnp.arange(3.0)}
         expected = chosen(jnp.bool_(finite), state, jnp.float32(2.0))["w"].tolist()
-        found = conditional(jnp.bool_(finite), state, jnp.float32(2.0))["w"]
-        assert expected == found.tolist()
+        result = conditional(jnp.bool_(finite), state, jnp.float32(2.0))["w"]
+        assert expected == result.tolist()

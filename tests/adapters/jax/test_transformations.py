@@ -1,4 +1,4 @@
-"""Every transformation of JAX around a step; the oracle is a loop in NumPy."""
+"""Every transformation of JAX, applied to a step; the oracle is a loop in NumPy."""
 
 import random
 from functools import partial
@@ -19,7 +19,7 @@ POLICY = Dynamic(init_scale=2.0**10, growth_interval=3)
 FLAGS = overflow_pattern(random.Random(7), 40)
 
 
-def states_of(policy, flags):
+def run_numpy(policy, flags):
     """Return the scale after each step, from the NumPy adapter."""
     state, scales = lossscale.numpy.init(policy), []
     for flag in flags:
@@ -28,27 +28,27 @@ def states_of(policy, flags):
     return scales
 
 
-def loss_of(weight, x):
-    """A loss whose gradient is x: bad where x is not finite."""
+def compute_loss(weight, x):
+    """Return a loss whose gradient is x."""
     return jnp.sum(weight * x)
 
 
-def batches_of(flags):
+def make_batches(flags):
     return np.array([[1.0, 2.0] if flag else [1.0, np.inf] for flag in flags], "f4")
 
 
 def train_step(state, weight, x, policy=POLICY):
-    found = ls.value_and_grad(loss_of, policy)(state, weight, x)
-    new = weight - 0.5 * found.grads
-    return found.state, ls.select(found.signal.finite, new, weight)
+    result = ls.value_and_grad(compute_loss, policy)(state, weight, x)
+    new = weight - 0.5 * result.grads
+    return result.state, ls.select(result.signal.finite, new, weight)
 
 
 def check_weights(weight, flags):
-    good = sum(flags)
-    assert [-0.5 * good, -1.0 * good] == np.asarray(weight).tolist()
+    applied = sum(flags)
+    assert [-0.5 * applied, -1.0 * applied] == np.asarray(weight).tolist()
 
 
-def test_a_loop_under_jit_traces_once_and_takes_numpys_steps():
+def test_a_loop_under_jit_traces_once_and_gives_numpys_steps():
     traces = []
 
     @jax.jit
@@ -57,10 +57,10 @@ def test_a_loop_under_jit_traces_once_and_takes_numpys_steps():
         return train_step(state, weight, x)
 
     state, weight, scales = ls.init(POLICY), jnp.zeros(2), []
-    for x in batches_of(FLAGS):
+    for x in make_batches(FLAGS):
         state, weight = step(state, weight, x)
         scales.append(float(state.scale))
-    assert states_of(POLICY, FLAGS) == scales
+    assert run_numpy(POLICY, FLAGS) == scales
     check_weights(weight, FLAGS)
     assert [1] == traces
     assert 1 == step._cache_size()
@@ -75,7 +75,7 @@ def test_a_loop_under_jit_traces_once_and_takes_numpys_steps():
     ],
     ids=["arrays", "python numbers", "numpy"],
 )
-def test_a_state_of_any_kind_settles_on_strong_types(first):
+def test_a_state_of_any_type_becomes_strongly_typed(first):
     traces = []
 
     @jax.jit
@@ -88,12 +88,12 @@ def test_a_state_of_any_kind_settles_on_strong_types(first):
         state = step(state, np.ones(2, np.float32))
         assert [False] * 3 == [value.weak_type for value in state]
         assert ["float32", "int32", "int32"] == [str(v.dtype) for v in state]
-    # Python numbers are weak-typed arguments to jit; only they cost one trace more.
+    # Python numbers are weakly typed arguments: only they need one more trace.
     assert (2 if isinstance(first.scale, float) else 1) == len(traces)
 
 
 def test_the_scale_is_an_argument_and_never_a_constant_of_the_program():
-    step = jax.jit(ls.value_and_grad(loss_of, Fixed(8.0)))
+    step = jax.jit(ls.value_and_grad(compute_loss, Fixed(8.0)))
     seen = []
 
     @jax.custom_vjp
@@ -110,7 +110,7 @@ def test_the_scale_is_an_argument_and_never_a_constant_of_the_program():
     assert [8.0, 16.0] == seen
 
 
-def test_a_scan_over_steps_takes_numpys_steps():
+def test_a_scan_over_steps_gives_numpys_steps():
     @jax.jit
     def run(state, weight, batches):
         def body(carry, x):
@@ -119,30 +119,30 @@ def test_a_scan_over_steps_takes_numpys_steps():
 
         return jax.lax.scan(body, (state, weight), batches)
 
-    (_, weight), scales = run(ls.init(POLICY), jnp.zeros(2), batches_of(FLAGS))
-    assert states_of(POLICY, FLAGS) == scales.tolist()
+    (_, weight), scales = run(ls.init(POLICY), jnp.zeros(2), make_batches(FLAGS))
+    assert run_numpy(POLICY, FLAGS) == scales.tolist()
     check_weights(weight, FLAGS)
 
 
-def test_vmap_keeps_one_scale_for_each_lane():
-    lanes = [overflow_pattern(random.Random(seed), 20) for seed in range(5)]
-    batches = np.stack([batches_of(flags) for flags in lanes], axis=1)
+def test_vmap_has_one_scale_for_each_element():
+    patterns = [overflow_pattern(random.Random(seed), 20) for seed in range(5)]
+    batches = np.stack([make_batches(flags) for flags in patterns], axis=1)
     states = jax.tree.map(lambda value: jnp.stack([value] * 5), ls.init(POLICY))
     weights, scales = jnp.zeros((5, 2)), []
     step = jax.jit(jax.vmap(train_step))
     for x in batches:
         states, weights = step(states, weights, x)
         scales.append(states.scale.tolist())
-    expected = [states_of(POLICY, flags) for flags in lanes]
+    expected = [run_numpy(POLICY, flags) for flags in patterns]
     assert expected == np.array(scales).T.tolist()
-    for weight, flags in zip(weights, lanes, strict=True):
+    for weight, flags in zip(weights, patterns, strict=True):
         check_weights(weight, flags)
 
 
 def test_the_state_may_be_donated_step_after_step():
     step = jax.jit(train_step, donate_argnums=(0, 1))
     state, weight = ls.init(POLICY), jnp.zeros(2)
-    for x in batches_of(FLAGS):
+    for x in make_batches(FLAGS):
         before = state
         state, weight = step(state, weight, x)
     assert before.scale.is_deleted()
@@ -167,20 +167,20 @@ def test_a_whole_step_may_be_rematerialized():
     assert plain[1].tolist() == again[1].tolist()
 
 
-def test_the_choice_may_be_a_condition():
+def test_apply_if_finite_compiles_to_a_condition():
     @jax.jit
     def step(state, weight, x):
-        found = ls.value_and_grad(loss_of, POLICY)(state, weight, x)
+        result = ls.value_and_grad(compute_loss, POLICY)(state, weight, x)
         weight = ls.apply_if_finite(
-            found.signal.finite, lambda w, g: w - 0.5 * g, weight, found.grads
+            result.signal.finite, lambda w, g: w - 0.5 * g, weight, result.grads
         )
-        return found.state, weight
+        return result.state, weight
 
     state, weight = ls.init(POLICY), jnp.zeros(2)
-    for x in batches_of(FLAGS):
+    for x in make_batches(FLAGS):
         state, weight = step(state, weight, x)
     check_weights(weight, FLAGS)
-    text = step.lower(state, weight, batches_of(FLAGS)[0]).as_text()
+    text = step.lower(state, weight, make_batches(FLAGS)[0]).as_text()
     assert "stablehlo.case" in text or "stablehlo.if" in text
 
 
@@ -211,28 +211,28 @@ def test_nothing_leaks_from_a_trace():
     assert 1 == state.good_steps
 
 
-def primitives(jaxpr):
-    """Return the names of all primitives in a jaxpr and in those inside it."""
+def list_primitives(jaxpr):
+    """Return the names of all primitives in a jaxpr and its inner jaxprs."""
     names = set()
     for equation in jaxpr.eqns:
         names.add(equation.primitive.name)
         for value in jax.tree.leaves(list(equation.params.values())):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                names |= primitives(inner)
+                names |= list_primitives(inner)
     return names
 
 
-@pytest.mark.parametrize("what", ["update", "step"])
-def test_no_program_of_ours_calls_the_host_or_another_device(what):
+@pytest.mark.parametrize("function", ["update", "step"])
+def test_no_program_calls_the_host_or_another_device(function):
     state = ls.init(POLICY)
-    if what == "update":
-        found = jax.make_jaxpr(lambda s, f: ls.update(POLICY, s, Signal(f)))(
+    if function == "update":
+        result = jax.make_jaxpr(lambda s, f: ls.update(POLICY, s, Signal(f)))(
             state, jnp.bool_(True)
         )
     else:
-        found = jax.make_jaxpr(train_step)(state, jnp.zeros(2), jnp.ones(2))
-    names = primitives(found.jaxpr)
+        result = jax.make_jaxpr(train_step)(state, jnp.zeros(2), jnp.ones(2))
+    names = list_primitives(result.jaxpr)
     assert "select_n" in names
     for word in ("callback", "infeed", "outfeed", "psum", "pmax", "all_", "print"):
         assert not [name for name in names if word in name], names
@@ -246,14 +246,14 @@ def test_the_policy_is_a_static_argument():
         traces.append(policy)
         return ls.update(policy, state, Signal(finite))
 
-    for _ in range(3):  # an equal policy is the same one to jit
+    for _ in range(3):  # jit compares policies by value
         step(Dynamic(growth_interval=5), ls.init(POLICY), jnp.bool_(True))
     assert 1 == len(traces)
     step(Dynamic(growth_interval=6), ls.init(POLICY), jnp.bool_(True))
     assert 2 == len(traces)
 
 
-def test_the_floor_survives_jit_which_jmps_did_not():
+def test_the_minimum_survives_jit_unlike_jmps():
     policy = Dynamic(init_scale=1.0, min_scale=0.25)
     step = jax.jit(lambda s: ls.update(policy, s, Signal(jnp.bool_(False))))
     state, scales = ls.init(policy), []
@@ -263,7 +263,7 @@ def test_the_floor_survives_jit_which_jmps_did_not():
     assert [0.5, 0.25, 0.25, 0.25] == scales
 
 
-def test_growth_comes_on_the_step_that_fills_the_interval_unlike_flaxs():
+def test_the_scale_grows_on_the_last_step_of_the_interval_unlike_flaxs():
     policy = Dynamic(init_scale=1.0, growth_interval=4)
     state, scales = ls.init(policy), []
     for _ in range(5):
@@ -272,8 +272,7 @@ def test_growth_comes_on_the_step_that_fills_the_interval_unlike_flaxs():
     assert [1.0, 1.0, 1.0, 2.0, 2.0] == scales
 
 
-def test_a_clean_step_makes_no_nan_and_debug_nans_stops_at_an_overflow():
-    """With jax_debug_nans a bad step raises: it is for hunting, not for training."""
+def test_with_debug_nans_a_finite_step_passes_and_an_overflow_raises():
     with jax.debug_nans(True):
         for step in (train_step, jax.jit(train_step)):
             state, _ = step(ls.init(POLICY), jnp.zeros(2), jnp.ones(2))

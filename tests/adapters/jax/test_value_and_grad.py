@@ -18,11 +18,11 @@ from lossscale.errors import (  # noqa: E402
 POLICY = Dynamic(init_scale=2.0**10, growth_interval=1)
 
 
-def loss_of(weights, x):
+def compute_loss(weights, x):
     return jnp.sum(jnp.tanh(weights["kernel"] @ x + weights["bias"]) ** 2)
 
 
-def weights_of():
+def make_weights():
     rng = np.random.default_rng(0)
     kernel = rng.standard_normal((3, 4)).astype(np.float32)
     return {"kernel": jnp.asarray(kernel), "bias": jnp.ones(3)}
@@ -34,17 +34,17 @@ X = jnp.array([1.0, -2.0, 0.5, 3.0])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_power_of_two_gives_exactly_the_gradients_of_jax(compiled):
     compile_ = jax.jit if compiled else lambda function: function
-    expected = compile_(jax.value_and_grad(loss_of))(weights_of(), X)
-    step = compile_(ls.value_and_grad(loss_of, POLICY))
-    found = step(ls.init(POLICY), weights_of(), X)
-    assert float(expected[0]) == float(found.value)
+    expected = compile_(jax.value_and_grad(compute_loss))(make_weights(), X)
+    step = compile_(ls.value_and_grad(compute_loss, POLICY))
+    result = step(ls.init(POLICY), make_weights(), X)
+    assert float(expected[0]) == float(result.value)
     for name in ("kernel", "bias"):
-        assert expected[1][name].tolist() == found.grads[name].tolist()
-    assert bool(found.signal.finite)
-    assert bool(found.signal.loss_finite)
+        assert expected[1][name].tolist() == result.grads[name].tolist()
+    assert bool(result.signal.finite)
+    assert bool(result.signal.loss_finite)
 
 
-def test_gradients_are_unscaled_with_the_scale_they_were_made_with():
+def test_gradients_are_unscaled_with_the_scale_of_their_loss():
     """MPX divides by the scale after the update: half the gradient on each growth."""
     step = jax.jit(ls.value_and_grad(lambda w: 3.0 * w, POLICY))
     state = ls.init(POLICY)
@@ -54,13 +54,13 @@ def test_gradients_are_unscaled_with_the_scale_they_were_made_with():
         assert 2.0 ** (10 + growth) == state.scale
 
 
-def test_the_result_has_names_and_aux_stands_beside_the_loss():
+def test_the_result_has_named_fields_and_aux_is_paired_with_the_loss():
     step = ls.value_and_grad(lambda w: (w**2, {"twice": 2 * w}), POLICY, has_aux=True)
-    found = step(ls.init(POLICY), jnp.float32(3.0))
-    (value, aux), grads, signal, state = found
+    result = step(ls.init(POLICY), jnp.float32(3.0))
+    (value, aux), grads, signal, state = result
     assert (9.0, 6.0, 6.0) == (value, aux["twice"], grads)
-    assert signal is found.signal
-    assert state is found.state
+    assert signal is result.signal
+    assert state is result.state
 
 
 @pytest.mark.parametrize("argnums", [0, 1, -1, (0, 1), [1, 0], (2,)])
@@ -70,55 +70,55 @@ def test_argnums_are_those_of_jax(argnums):
 
     args = (jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0]), jnp.array([5.0, 6.0]))
     expected = jax.grad(loss, argnums=argnums)(*args)
-    found = ls.value_and_grad(loss, POLICY, argnums=argnums)(ls.init(POLICY), *args)
-    assert jax.tree.structure(expected) == jax.tree.structure(found.grads)
-    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found.grads), strict=True)
-    for one, other in pairs:
-        assert one.tolist() == other.tolist()
+    result = ls.value_and_grad(loss, POLICY, argnums=argnums)(ls.init(POLICY), *args)
+    assert jax.tree.structure(expected) == jax.tree.structure(result.grads)
+    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(result.grads), strict=True)
+    for expected_leaf, actual_leaf in pairs:
+        assert expected_leaf.tolist() == actual_leaf.tolist()
 
 
-def test_keywords_reach_the_function():
+def test_keyword_arguments_are_passed_to_the_function():
     def loss(w, *, factor):
         return w * factor
 
-    found = ls.value_and_grad(loss, POLICY)(ls.init(POLICY), 2.0, factor=5.0)
-    assert (10.0, 5.0) == (found.value, found.grads)
+    result = ls.value_and_grad(loss, POLICY)(ls.init(POLICY), 2.0, factor=5.0)
+    assert (10.0, 5.0) == (result.value, result.grads)
 
 
-def test_a_float16_loss_is_scaled_in_float32_and_comes_back_as_it_was():
+def test_a_float16_loss_is_scaled_in_float32_and_returned_in_float16():
     policy = Fixed(2.0**11)
     step = jax.jit(ls.value_and_grad(lambda w: jnp.sum(w * 20), policy))
-    found = step(ls.init(policy), jnp.ones(2, jnp.float16))
+    result = step(ls.init(policy), jnp.ones(2, jnp.float16))
     # 40 * 2**11 is beyond float16, 20 * 2**11 is not.
-    assert ("float16", 40.0) == (str(found.value.dtype), found.value)
-    assert "float32" == str(found.grads.dtype)
-    assert [20.0, 20.0] == found.grads.tolist()
-    assert bool(found.signal.finite)
+    assert ("float16", 40.0) == (str(result.value.dtype), result.value)
+    assert "float32" == str(result.grads.dtype)
+    assert [20.0, 20.0] == result.grads.tolist()
+    assert bool(result.signal.finite)
 
 
-def test_a_scale_beyond_float16_backs_off_until_a_float16_loss_can_bear_it():
+def test_a_scale_above_float16_backs_off_until_a_float16_loss_is_finite():
     policy = Dynamic(init_scale=2.0**18)
     step = jax.jit(ls.value_and_grad(jnp.sum, policy))
     state, weight, finite = ls.init(policy), jnp.ones(2, jnp.float16), []
     for _ in range(4):
-        found = step(state, weight)
-        state = found.state
-        finite.append(bool(found.signal.finite))
+        result = step(state, weight)
+        state = result.state
+        finite.append(bool(result.signal.finite))
     assert [False, False, False, True] == finite
-    assert [1.0, 1.0] == found.grads.tolist()
+    assert [1.0, 1.0] == result.grads.tolist()
 
 
-def test_small_float16_gradients_survive_that_vanish_without_a_scale():
+def test_small_float16_gradients_survive_only_with_a_scale():
     def loss(w):
         small = w.astype(jnp.float16) * jnp.float16(2.0**-14)
         return (small * jnp.float16(2.0**-14)).astype(jnp.float32)
 
     assert 0.0 == jax.grad(loss)(jnp.float32(1.0))
-    found = ls.value_and_grad(loss, POLICY)(ls.init(POLICY), jnp.float32(1.0))
-    assert 2.0**-28 == found.grads
+    result = ls.value_and_grad(loss, POLICY)(ls.init(POLICY), jnp.float32(1.0))
+    assert 2.0**-28 == result.grads
 
 
-def test_integers_keys_functions_and_none_reach_the_function_and_get_none():
+def test_leaves_that_are_not_differentiable_are_passed_on_and_have_gradient_none():
     model = {
         "kernel": jnp.array([1.0, 2.0]),
         "steps": jnp.int32(3),
@@ -135,15 +135,15 @@ def test_integers_keys_functions_and_none_reach_the_function_and_get_none():
         out = model["activation"](model["kernel"] * x * model["steps"].astype(float))
         return jnp.sum(out) + noise
 
-    found = ls.value_and_grad(loss, POLICY)(ls.init(POLICY), model, 2.0)
+    result = ls.value_and_grad(loss, POLICY)(ls.init(POLICY), model, 2.0)
     expected = jax.grad(lambda k: jnp.sum(jnp.sin(k * 2.0 * 3.0)))(model["kernel"])
-    assert expected.tolist() == found.grads["kernel"].tolist()
+    assert expected.tolist() == result.grads["kernel"].tolist()
     for name in ("steps", "key", "activation", "missing", "name"):
-        assert found.grads[name] is None
+        assert result.grads[name] is None
 
 
-def test_float8_state_is_overwritten_with_what_its_gradient_holds():
-    """What a float8 layer returns for its amax history is no gradient."""
+def test_float8_state_is_returned_without_being_unscaled():
+    """A float8 layer returns its amax history in place of a gradient."""
 
     @jax.custom_vjp
     def layer(w, history):
@@ -161,11 +161,11 @@ def test_float8_state_is_overwritten_with_what_its_gradient_holds():
     def loss(v):
         return layer(v["params"]["w"], v["_overwrite_with_gradient"]["history"])
 
-    found = jax.jit(ls.value_and_grad(loss, POLICY))(ls.init(POLICY), variables)
-    history = found.grads["_overwrite_with_gradient"]["history"]
+    result = jax.jit(ls.value_and_grad(loss, POLICY))(ls.init(POLICY), variables)
+    history = result.grads["_overwrite_with_gradient"]["history"]
     assert [3.0, 1.0] == history.tolist()
-    assert 2.0 == found.grads["params"]["w"]
-    assert bool(found.signal.finite)
+    assert 2.0 == result.grads["params"]["w"]
+    assert bool(result.signal.finite)
 
 
 def test_a_float8_layer_of_flax_keeps_its_own_state():
@@ -177,49 +177,49 @@ def test_a_float8_layer_of_flax_keeps_its_own_state():
         step = jax.jit(
             ls.value_and_grad(lambda v: jnp.mean(model.apply(v, x) ** 2), POLICY)
         )
-        found = step(ls.init(POLICY), variables)
-    (state,) = found.grads["_overwrite_with_gradient"].values()
-    # The largest input goes first into the history; divided by 2**10 it would be lost.
+        result = step(ls.init(POLICY), variables)
+    (state,) = result.grads["_overwrite_with_gradient"].values()
+    # The first entry is the largest input; unscaled, it would be divided by 2**10.
     assert 3.0 == state["input_amax_history"][0]
     assert [1.0] == state["input_scale"].tolist()
-    assert bool(found.signal.finite)
+    assert bool(result.signal.finite)
 
 
-def test_another_filter_may_be_given():
+def test_passthrough_may_be_replaced():
     def loss(v):
         return v["w"] * 3.0 + v["amax"] * 5.0
 
     def is_amax(path, leaf):
         return path[-1].key == "amax"
 
-    step = ls.value_and_grad(loss, POLICY, as_is=is_amax)
-    found = step(ls.init(POLICY), {"w": 1.0, "amax": 1.0})
-    assert (3.0, 5.0 * 1024) == (found.grads["w"], found.grads["amax"])
+    step = ls.value_and_grad(loss, POLICY, passthrough=is_amax)
+    result = step(ls.init(POLICY), {"w": 1.0, "amax": 1.0})
+    assert (3.0, 5.0 * 1024) == (result.grads["w"], result.grads["amax"])
 
 
-def test_measurements_are_made_when_asked_for():
+def test_measurements_are_computed_on_request():
     step = ls.value_and_grad(lambda w: jnp.sum(w * 3), POLICY, measure=("norm", "amax"))
-    found = step(ls.init(POLICY), jnp.ones(4))
-    assert (6.0, 3 * 1024.0) == (found.signal.norm, found.signal.amax)
-    assert found.signal.nan is None
+    result = step(ls.init(POLICY), jnp.ones(4))
+    assert (6.0, 3 * 1024.0) == (result.signal.norm, result.signal.amax)
+    assert result.signal.nan is None
 
 
-def test_a_loss_that_is_not_finite_can_leave_the_scale_alone():
+def test_a_nonfinite_loss_can_hold_the_scale():
     policy = Dynamic(hold_on_nonfinite_loss=True)
     step = jax.jit(ls.value_and_grad(lambda w, x: w * x, policy))
-    found = step(ls.init(policy), 1.0, jnp.inf)
-    assert not bool(found.signal.finite)
-    assert not bool(found.signal.loss_finite)
-    assert 65536.0 == found.state.scale
+    result = step(ls.init(policy), 1.0, jnp.inf)
+    assert not bool(result.signal.finite)
+    assert not bool(result.signal.loss_finite)
+    assert 65536.0 == result.state.scale
 
 
-def test_mistakes_are_named():
+def test_wrong_arguments_raise_errors_that_name_them():
     with pytest.raises(SettingTypeError, match=r"lossscale\.Dynamic"):
-        ls.value_and_grad(loss_of, 65536.0)
+        ls.value_and_grad(compute_loss, 65536.0)
     with pytest.raises(SettingTypeError, match=r"lossscale\.Dynamic\(\)"):
-        ls.value_and_grad(loss_of, Dynamic)
+        ls.value_and_grad(compute_loss, Dynamic)
     with pytest.raises(SettingError, match="median"):
-        ls.value_and_grad(loss_of, POLICY, measure="median")
+        ls.value_and_grad(compute_loss, POLICY, measure="median")
     with pytest.raises(GradientError, match="nothing to differentiate"):
         ls.value_and_grad(lambda w: 1.0, POLICY)(ls.init(POLICY), jnp.int32(3))
     with pytest.raises(GradientError, match="The loss is int32"):
@@ -233,5 +233,5 @@ def test_complex_weights_have_the_gradients_of_jax():
         return jnp.sum(jnp.abs(w) ** 2)
 
     weights = jnp.array([1 + 2j, 3 - 1j], jnp.complex64)
-    found = ls.value_and_grad(loss, POLICY)(ls.init(POLICY), weights)
-    assert jax.grad(loss)(weights).tolist() == found.grads.tolist()
+    result = ls.value_and_grad(loss, POLICY)(ls.init(POLICY), weights)
+    assert jax.grad(loss)(weights).tolist() == result.grads.tolist()

@@ -1,4 +1,4 @@
-"""One of several processes that train together; prints what it saw as one JSON line.
+"""One of several processes that train together; prints its steps as one JSON line.
 
 python worker.py RANK WORLD PORT LIMIT
 """
@@ -13,7 +13,7 @@ import jax
 rank, world, port, limit = (int(word) for word in sys.argv[1:])
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_enable_checks", True)
-# JAX gives up after 100 to 300 seconds; which limits there are depends on its version.
+# JAX times out after 100 to 300 seconds; the names of its limits depend on its version.
 parameters = signature(jax.distributed.initialize).parameters
 limits = {name: limit for name in parameters if "timeout" in name}
 jax.distributed.initialize(f"localhost:{port}", world, rank, **limits)
@@ -27,20 +27,20 @@ import lossscale.jax as ls  # noqa: E402
 from lossscale import Dynamic  # noqa: E402
 
 POLICY = Dynamic(init_scale=2.0**10)
-BAD = {1: (0, np.inf), 2: (world - 1, np.nan)}
-"""In which step the gradients of which process are bad."""
+NONFINITE = {1: (0, np.inf), 2: (world - 1, np.nan)}
+"""By step: the process whose gradients are not finite, and their value."""
 
 mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
 sharded = NamedSharding(mesh, P("all"))
-everywhere = NamedSharding(mesh, P())
+replicated = NamedSharding(mesh, P())
 
 
-def batch(step):
-    """Return a global array of which every process has made its own rows."""
-    mine = np.full((jax.local_device_count(), 4), rank + 1.0, np.float32)
-    if step in BAD and BAD[step][0] == rank:
-        mine[0, 1] = BAD[step][1]
-    return jax.make_array_from_process_local_data(sharded, mine)
+def make_batch(step):
+    """Return a global array, of which every process makes its own rows."""
+    local_rows = np.full((jax.local_device_count(), 4), rank + 1.0, np.float32)
+    if step in NONFINITE and NONFINITE[step][0] == rank:
+        local_rows[0, 1] = NONFINITE[step][1]
+    return jax.make_array_from_process_local_data(sharded, local_rows)
 
 
 def loss(weight, x):
@@ -49,7 +49,7 @@ def loss(weight, x):
 
 @jax.jit
 def global_step(state, weight, x):
-    """Train on global arrays: no collective of ours."""
+    """Train on global arrays, without axis_name."""
     _, grads, signal, state = ls.value_and_grad(loss, POLICY)(state, weight, x)
     return state, ls.select(signal.finite, weight - grads, weight), signal.finite
 
@@ -59,22 +59,22 @@ def global_step(state, weight, x):
     jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("all")), out_specs=(P(), P(), P())
 )
 def mapped_step(state, weight, x):
-    """Train on what each device has; they decide together."""
-    own = jax.lax.pcast(weight, "all", to="varying")
+    """Train on the rows of each device, with axis_name."""
+    varying = jax.lax.pcast(weight, "all", to="varying")
     step = ls.value_and_grad(loss, POLICY, axis_name="all")
-    _, grads, signal, state = step(state, own, x)
+    _, grads, signal, state = step(state, varying, x)
     grads = jax.lax.pmean(grads, "all")
     return state, ls.select(signal.finite, weight - grads, weight), signal.finite
 
 
 def run(step):
-    state = ls.init(POLICY, device=everywhere)
-    weight = jax.device_put(np.zeros(4, np.float32), everywhere)
-    seen = []
+    state = ls.init(POLICY, device=replicated)
+    weight = jax.device_put(np.zeros(4, np.float32), replicated)
+    steps = []
     for number in range(4):
-        state, weight, finite = step(state, weight, batch(number))
-        seen.append([bool(finite), float(state.scale), np.asarray(weight).tolist()])
-    return seen
+        state, weight, finite = step(state, weight, make_batch(number))
+        steps.append([bool(finite), float(state.scale), np.asarray(weight).tolist()])
+    return steps
 
 
 report = {

@@ -1,7 +1,7 @@
 """Eight host devices and JAX's own checks for all tests here.
 
 The number of devices is read when JAX starts its backend, so it is set before that.
-Strict dtype promotion is tested by itself: optax's own optimizers do not keep to it.
+Strict dtype promotion has a test of its own: optax's own optimizers do not support it.
 """
 
 import os
@@ -14,7 +14,7 @@ if FLAG not in os.environ.get("XLA_FLAGS", ""):
 
 try:
     import jax
-except ModuleNotFoundError:  # the tests themselves say that they are skipped
+except ModuleNotFoundError:  # each test module skips itself
     pass
 else:
     jax.config.update("jax_enable_checks", True)

@@ -8,8 +8,8 @@ import numpy as np  # noqa: E402
 from conformance import (  # noqa: E402
     ClassicConformance,
     Framework,
-    FunctionalConformance,
     HeadroomConformance,
+    VerbConformance,
 )
 
 import lossscale.tensorflow as ls  # noqa: E402
@@ -26,15 +26,15 @@ def compiled(**options):
     )
 
 
-class TestEager(FunctionalConformance, HeadroomConformance, ClassicConformance):
+class TestEager(VerbConformance, HeadroomConformance, ClassicConformance):
     framework = EAGER
 
 
-class TestFunction(FunctionalConformance, HeadroomConformance):
+class TestFunction(VerbConformance, HeadroomConformance):
     framework = compiled()
 
 
-class TestXla(FunctionalConformance, HeadroomConformance):
+class TestXla(VerbConformance, HeadroomConformance):
     framework = compiled(jit_compile=True)
 
 

@@ -57,51 +57,49 @@ def dynamic_scales(mode, flags, *arguments):
     return scales
 
 
-MANAGER = {
-    2: ((1, 2, 2, 2, 0.5), "GGGGGG", [1, 2, 2, 4, 4, 8]),
-    3: (
+MANAGER = [
+    ((1, 2, 2, 2, 0.5), "GGGGGG", [1, 2, 2, 4, 4, 8]),
+    (
         (QUARTER, 2, 2, 2, 0.5),
         "GGGGGG",
         [QUARTER, *[2 * QUARTER] * 2, *[FLOAT32_MAX] * 3],
     ),
-    4: ((1024, 2, 2, 2, 0.5), "BBBBBB", [1024, 512, 512, 256, 256, 128]),
-    5: ((16, 2, 2, 2, 0.5), "BBBBBBBBBB", [16, 8, 8, 4, 4, 2, 2, 1, 1, 1]),
-    6: ((1, 2, 2, 2, 0.5), "GGGBG", [1, 2, 2, 2, 2]),
-    7: ((1, 2, 2, 2, 0.5), "GGGBGB", [1, 2, 2, 2, 2, 1]),
-    8: ((1, 1, 1, 2, 0.5), "GGGBGG", [2, 4, 8, 4, 8, 16]),
-    9: ((1, 1, 1, 2, 0.5), "GBGBGBGBG", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
-    10: ((32, 2, 1, 2, 0.5), "GBGBGBG", [32, 16, 16, 8, 8, 4, 4]),
-    11: ((4, 2, 2, 2, 0.5), "BBGGGBGBGGGB", [4, 2, 2, 4, 4, 4, 4, 2, 2, 4, 4, 4]),
-}
-DYNAMIC = {
-    21: ((1, 2, 2), "GGGGGG", [1, 2, 2, 4, 4, 8]),
-    22: (
+    ((1024, 2, 2, 2, 0.5), "BBBBBB", [1024, 512, 512, 256, 256, 128]),
+    ((16, 2, 2, 2, 0.5), "BBBBBBBBBB", [16, 8, 8, 4, 4, 2, 2, 1, 1, 1]),
+    ((1, 2, 2, 2, 0.5), "GGGBG", [1, 2, 2, 2, 2]),
+    ((1, 2, 2, 2, 0.5), "GGGBGB", [1, 2, 2, 2, 2, 1]),
+    ((1, 1, 1, 2, 0.5), "GGGBGG", [2, 4, 8, 4, 8, 16]),
+    ((1, 1, 1, 2, 0.5), "GBGBGBGBG", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
+    ((32, 2, 1, 2, 0.5), "GBGBGBG", [32, 16, 16, 8, 8, 4, 4]),
+    ((4, 2, 2, 2, 0.5), "BBGGGBGBGGGB", [4, 2, 2, 4, 4, 4, 4, 2, 2, 4, 4, 4]),
+]
+DYNAMIC = [
+    ((1, 2, 2), "GGGGGG", [1, 2, 2, 4, 4, 8]),
+    (
         (QUARTER, 2, 2),
         "GGGGGG",
         [QUARTER, *[2 * QUARTER] * 2, *[FLOAT32_MAX] * 3],
     ),
-    23: ((1024, 2, 2), "BBBBBB", [512, 256, 128, 64, 32, 16]),
-    24: ((16, 2, 2), "BBBBBB", [8, 4, 2, 1, 1, 1]),
-    25: ((1, 2, 2), "GGGBG", [1, 2, 2, 1, 1]),
-    26: ((1, 1, 2), "GGGBGG", [2, 4, 8, 4, 8, 16]),
-    27: ((1, 1, 2), "GBGBGBGBG", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
-    28: ((32, 2, 2), "GBGBGBG", [32, 16, 16, 8, 8, 4, 4]),
-    29: ((4, 2, 3), "GGBGG", [4, 12, 4, 4, 12]),
-    30: ((4, 2, 2), "BGGGBGBGGGB", [2, 2, 4, 4, 2, 2, 1, 1, 2, 2, 1]),
-}
+    ((1024, 2, 2), "BBBBBB", [512, 256, 128, 64, 32, 16]),
+    ((16, 2, 2), "BBBBBB", [8, 4, 2, 1, 1, 1]),
+    ((1, 2, 2), "GGGBG", [1, 2, 2, 1, 1]),
+    ((1, 1, 2), "GGGBGG", [2, 4, 8, 4, 8, 16]),
+    ((1, 1, 2), "GBGBGBGBG", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
+    ((32, 2, 2), "GBGBGBG", [32, 16, 16, 8, 8, 4, 4]),
+    ((4, 2, 3), "GGBGG", [4, 12, 4, 4, 12]),
+    ((4, 2, 2), "BGGGBGBGGGB", [2, 2, 4, 4, 2, 2, 1, 1, 2, 2, 1]),
+]
 
 
 @every_mode
-@pytest.mark.parametrize("item", MANAGER)
-def test_the_exponential_manager(mode, item):
-    arguments, flags, expected = MANAGER[item]
+@pytest.mark.parametrize(("arguments", "flags", "expected"), MANAGER)
+def test_the_exponential_manager(mode, arguments, flags, expected):
     assert expected == manager_scales(mode, flags, *arguments)
 
 
 @every_mode
-@pytest.mark.parametrize("item", DYNAMIC)
-def test_the_dynamic_loss_scale(mode, item):
-    arguments, flags, expected = DYNAMIC[item]
+@pytest.mark.parametrize(("arguments", "flags", "expected"), DYNAMIC)
+def test_the_dynamic_loss_scale(mode, arguments, flags, expected):
     assert expected == dynamic_scales(mode, flags, *arguments)
 
 

@@ -41,7 +41,7 @@ def test_after_many_skips_it_warns_once_and_says_what_was_seen():
     assert [CollapseWarning] == [one.category for one in caught]
     text = str(caught[0].message)
     for part in (
-        "4 steps in a row were skipped",
+        "4 consecutive steps were skipped",
         "Scales: 64, 32, 16, 8.",
         "Reasons: 3 inf, 1 nan.",
         "head (inf)",
@@ -60,7 +60,11 @@ def test_the_alarm_may_raise_and_the_update_is_complete():
     step(scaler, optimizer, math.nan, [weight])
     with pytest.raises(CollapseError, match="a NaN can come of that too"):
         step(scaler, optimizer, math.nan, [weight])
-    assert (16.0, 2, 2) == (scaler.get_scale(), scaler.steps, scaler.skipped)
+    assert (16.0, 2, 2) == (
+        scaler.get_scale(),
+        scaler.total_steps,
+        scaler.skipped_steps,
+    )
     assert {} == dict(scaler._per_optimizer_states)
     step(scaler, optimizer, 1.0, [weight])
     step(scaler, optimizer, math.nan, [weight])
@@ -73,7 +77,7 @@ def test_a_good_step_between_bad_ones_keeps_the_alarm_quiet():
     scaler = ls.GradScaler("cpu", max_consecutive_skips=2, on_collapse="raise")
     for gradient in (math.inf, 1.0) * 10:
         step(scaler, optimizer, gradient, [weight])
-    assert (10, None) == (scaler.skipped, scaler.flush())
+    assert (10, None) == (scaler.skipped_steps, scaler.flush())
 
 
 # What a policy is told
@@ -130,7 +134,7 @@ def test_a_policy_and_torchs_numbers_exclude_each_other():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"on_no_gradients": "ignore"},
+        {"on_no_gradients": "clean step"},
         {"on_collapse": "stop"},
         {"max_consecutive_skips": 0},
         {"allow_fp16": 1},

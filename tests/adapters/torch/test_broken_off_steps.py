@@ -222,7 +222,7 @@ def test_a_step_that_was_not_taken_is_not_reported_as_applied(way, fused):
         report.reason,
     )
     assert report.applied_by(optimizer) is False
-    assert (0.5, False) == (schedule.get_last_lr()[0], bool(scaler.gate()))
+    assert (0.5, False) == (schedule.get_last_lr()[0], bool(scaler.step_applied()))
 
 
 def test_steps_that_the_caller_takes_raise_no_alarm_and_count_as_none_skipped():
@@ -234,7 +234,7 @@ def test_steps_that_the_caller_takes_raise_no_alarm_and_count_as_none_skipped():
         scaler.unscale_(optimizer)
         optimizer.step()
         scaler.update()
-    assert (5, 0) == (scaler.steps, scaler.skipped)
+    assert (5, 0) == (scaler.total_steps, scaler.skipped_steps)
 
 
 def test_the_scale_moves_as_torchs_does_when_no_step_is_taken():
@@ -265,7 +265,7 @@ def test_what_was_accumulated_and_given_up_is_discarded():
     scaler.accumulate(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    assert (0.5, 1) == (weight.item(), scaler.steps)
+    assert (0.5, 1) == (weight.item(), scaler.total_steps)
 
 
 def test_discard_forgets_stages_losses_and_flags_and_reports_nothing():

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from helpers.traces import read  # noqa: E402
 
-import lossscale.torch as ls  # noqa: E402
+import lossscale.torch.classic as ls  # noqa: E402
 from lossscale.core.validation import FLOAT32_MAX  # noqa: E402
 from lossscale.errors import (  # noqa: E402
     GradientError,
@@ -658,3 +658,28 @@ def test_no_row_of_an_embedding_ever_becomes_infinite_or_nan(make, dtype):
         optimizer.step()
         assert table.weight.isfinite().all()
     assert not torch.equal(torch.ones(6, 3, dtype=dtype), table.weight)
+
+
+# Finite gradients that the optimizer cannot square
+
+
+@pytest.mark.parametrize("value", [1e20, -3e38])
+@pytest.mark.parametrize(
+    "loss_scale",
+    [
+        lambda: ls.DynamicLossScale(8.0),
+        lambda: ls.ExponentialUpdateLossScaleManager(8.0, 2, 1),
+    ],
+    ids=["loss scale", "manager"],
+)
+def test_a_gradient_that_cannot_be_squared_is_skipped_and_leaves_the_scale(
+    loss_scale, value
+):
+    weight = torch.nn.Parameter(torch.ones(2))
+    inner = torch.optim.AdamW([weight])
+    scale = loss_scale()
+    wrapper = ls.LossScaleOptimizer(inner, scale)
+    wrapper.apply_gradients([(torch.tensor([value, 1.0]), weight)])
+    is_manager = isinstance(scale, ls.LossScaleManager)
+    after = scale.get_loss_scale() if is_manager else scale()
+    assert ([1.0, 1.0], 8.0, 0) == (weight.tolist(), after.item(), len(inner.state))

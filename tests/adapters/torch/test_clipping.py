@@ -115,7 +115,7 @@ def test_what_is_not_finite_is_found_by_the_same_read(bad, norm_type, fused):
         scaler.last_step.reason,
         scaler.get_scale(),
     )
-    assert len(scaler.last_step.culprits) == 1
+    assert len(scaler.last_step.nonfinite_names) == 1
 
 
 @pytest.mark.parametrize("fused", [False, True])

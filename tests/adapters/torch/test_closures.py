@@ -87,7 +87,7 @@ def test_closures_take_the_steps_of_no_scaling_to_the_bit(name, as_keyword):
     found, ours = closed(name, scaler, as_keyword=as_keyword)
     assert picture(expected) == picture(found)
     assert [loss.item() for loss in torchs] == [loss.item() for loss in ours]
-    assert (3, 0) == (scaler.steps, scaler.skipped)
+    assert (3, 0) == (scaler.total_steps, scaler.skipped_steps)
 
 
 @pytest.mark.parametrize("name", CLOSED)
@@ -100,7 +100,7 @@ def test_an_overflow_in_any_evaluation_restores_weights_and_state(name, bad_call
     skipped = [loss is None for loss in losses]
     first = name not in ("SGD", "fused Adam")
     assert [first, not first, False] == skipped
-    assert (2.0**9, 1) == (scaler.get_scale(), scaler.skipped)
+    assert (2.0**9, 1) == (scaler.get_scale(), scaler.skipped_steps)
     # The other two steps are those that two steps without a scaler take.
     oracle = CLOSED[name]([parameter([1.5, -0.5])])
     weight = oracle.param_groups[0]["params"][0]
@@ -265,4 +265,4 @@ def test_state_that_the_optimizer_changes_in_place_is_put_back():
     for _ in range(2):
         scaler.step(optimizer, closure=closure)
         scaler.update()
-    assert (1.0, 1) == (optimizer.state[weight]["sum"].item(), scaler.skipped)
+    assert (1.0, 1) == (optimizer.state[weight]["sum"].item(), scaler.skipped_steps)

@@ -7,8 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import lossscale.torch as ls  # noqa: E402
-from lossscale.torch import operators  # noqa: E402
-from lossscale.torch.verdict import CLIP, FOUND, HEADER, NORM  # noqa: E402
+from lossscale.torch.inspection import custom_ops  # noqa: E402
 
 
 def gradients():
@@ -24,34 +23,38 @@ def compiled(function):
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_the_operators_say_what_comes_out_of_them(max_norm):
     scale = torch.tensor(8.0)
-    torch.library.opcheck(operators.look, (gradients(), scale, max_norm))
-    torch.library.opcheck(operators.unscale_, (gradients(), scale))
-    torch.library.opcheck(operators.multiply_, (gradients(), torch.rand(HEADER + 3)))
+    torch.library.opcheck(custom_ops.check_grads, (gradients(), scale, max_norm))
+    torch.library.opcheck(custom_ops.unscale_grads_, (gradients(), scale))
+    torch.library.opcheck(custom_ops.multiply_grads_, (gradients(), torch.rand(())))
 
 
-def test_a_compiled_look_and_multiplication_are_those_of_eager_mode():
+def test_a_compiled_check_and_multiplication_are_those_of_eager_mode():
     def clip(tensors, scale):
-        verdict = torch.ops.lossscale.look(tensors, scale, 0.5)
-        torch.ops.lossscale.multiply_(tensors, verdict)
-        return verdict
+        checked = torch.ops.lossscale.check_grads(tensors, scale, 0.5)
+        torch.ops.lossscale.multiply_grads_(tensors, checked[3])
+        return checked
 
     ours, expected = gradients(), gradients()
     scale = torch.tensor(8.0)
-    assert torch.equal(clip(expected, scale), compiled(clip)(ours, scale))
+    pairs = zip(clip(expected, scale), compiled(clip)(ours, scale), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
     for one, other in zip(expected, ours, strict=True):
         assert torch.equal(one, other)
 
 
-def test_a_look_finds_the_norm_and_what_is_not_finite():
+def test_a_check_finds_the_norm_and_what_is_not_finite():
     scale = torch.tensor(8.0)
     tensors = gradients()
     joined = torch.cat(tensors).double() / 8.0
-    verdict = torch.ops.lossscale.look(tensors, scale)
-    assert 0.0 == verdict[FOUND].item()
-    assert joined.norm().item() == pytest.approx(verdict[NORM].item(), rel=1e-6)
-    assert 1.0 == verdict[CLIP].item()
+    found_inf, norm, grad_scale, factor, _ = torch.ops.lossscale.check_grads(
+        tensors, scale, None
+    )
+    assert (0.0, 8.0, 0.125) == (found_inf.item(), grad_scale.item(), factor.item())
+    assert joined.norm().item() == pytest.approx(norm.item(), rel=1e-6)
     tensors[1][3] = math.nan
-    assert 1.0 == torch.ops.lossscale.look(tensors, scale)[FOUND].item()
+    found_inf, *_, amaxes = torch.ops.lossscale.check_grads(tensors, scale, None)
+    assert 1.0 == found_inf.item()
+    assert [False, True, False] == torch.isnan(amaxes).tolist()
 
 
 def test_scaling_compiles_into_one_graph_and_follows_the_scale():
@@ -83,7 +86,7 @@ def test_a_whole_step_under_torch_compile_is_the_step_without():
         run = wrap(step)
         for _ in range(4):
             run()
-        return model.weight.detach(), scaler.get_scale(), scaler.steps
+        return model.weight.detach(), scaler.get_scale(), scaler.total_steps
 
     torch._dynamo.reset()
     expected = train(lambda step: step)
@@ -91,11 +94,3 @@ def test_a_whole_step_under_torch_compile_is_the_step_without():
     assert torch.equal(expected[0], ours[0])
     assert expected[1:] == ours[1:]
     assert 4 == ours[2]
-
-
-def test_a_look_without_a_limit_clips_nothing():
-    import lossscale.torch.operators  # noqa: F401
-    from lossscale.torch.verdict import CLIP, FACTOR, NORM
-
-    verdict = torch.ops.lossscale.look([torch.tensor([24.0, 32.0])], torch.tensor(8.0))
-    assert (5.0, 1.0, 0.125) == tuple(verdict[[NORM, CLIP, FACTOR]].tolist())

@@ -8,11 +8,12 @@ import numpy as np  # noqa: E402
 from conformance import (  # noqa: E402
     ClassicConformance,
     Framework,
-    FunctionalConformance,
     HeadroomConformance,
+    VerbConformance,
 )
 
 import lossscale.torch as ls  # noqa: E402
+from lossscale.torch import classic  # noqa: E402
 
 
 def array(values):
@@ -25,17 +26,22 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-class TestEager(FunctionalConformance, HeadroomConformance, ClassicConformance):
+class TestEager(VerbConformance, HeadroomConformance):
     framework = Framework(module=ls, array=array, numpy=np.asarray, complex=True)
 
 
-class TestCompiled(FunctionalConformance, HeadroomConformance):
+class TestClassic(ClassicConformance):
+    framework = Framework(module=classic, array=array, numpy=np.asarray, complex=True)
+
+
+class TestCompiled(VerbConformance, HeadroomConformance):
     framework = Framework(
         module=ls, array=array, numpy=np.asarray, complex=True, compile=compiled
     )
 
 
 def test_every_exported_name_exists_and_is_sorted():
-    assert sorted(ls.__all__) == ls.__all__
-    for name in ls.__all__:
-        assert getattr(ls, name) is not None
+    for module in (ls, classic):
+        assert sorted(module.__all__) == module.__all__
+        for name in module.__all__:
+            assert getattr(module, name) is not None

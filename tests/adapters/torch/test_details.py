@@ -118,14 +118,14 @@ def test_a_subclass_may_have_attributes_of_the_same_names():
     class Counting(ls.GradScaler):
         def __init__(self, *arguments):
             super().__init__(*arguments)
-            self.steps = 0
+            self.total_steps = 0
             self.state = "idle"
             self.policy = None
-            self.skipped = []
+            self.skipped_steps = []
 
         def update(self, new_scale=None):
             super().update(new_scale)
-            self.steps += 1
+            self.total_steps += 1
 
     weight, optimizer = problem()
     scaler = Counting("cpu", 8.0)
@@ -133,10 +133,10 @@ def test_a_subclass_may_have_attributes_of_the_same_names():
     scaler.step(optimizer)
     scaler.update()
     assert (1, "idle", None, [], 0.5) == (
-        scaler.steps,
+        scaler.total_steps,
         scaler.state,
         scaler.policy,
-        scaler.skipped,
+        scaler.skipped_steps,
         weight.item(),
     )
 
@@ -182,7 +182,7 @@ def test_the_first_scale_may_be_compiled_as_one_graph():
     loss().backward()
     scaler.step(optimizer)
     scaler.update()
-    assert (0.5, 8.0, 1) == (weight.item(), scaler.get_scale(), scaler.steps)
+    assert (0.5, 8.0, 1) == (weight.item(), scaler.get_scale(), scaler.total_steps)
 
 
 def test_it_is_shown_with_its_scale_policy_and_counts():
@@ -192,7 +192,11 @@ def test_it_is_shown_with_its_scale_policy_and_counts():
     scaler.step(optimizer)
     scaler.update()
     text = repr(scaler)
-    for part in ("GradScaler(scale=4,", "policy=Dynamic(", "steps=1, skipped=1)"):
+    for part in (
+        "GradScaler(scale=4,",
+        "policy=Dynamic(",
+        "total_steps=1, skipped_steps=1)",
+    ):
         assert part in text
     assert "GradScaler(enabled=False)" == repr(ls.GradScaler("cpu", enabled=False))
 
@@ -216,7 +220,7 @@ class Alone:
 
 def test_a_group_that_only_looks_like_one_is_taken():
     weight, optimizer = problem()
-    scaler = ls.ShardedGradScaler("cpu", 8.0, process_group=Alone())
+    scaler = ls.ShardedGradScaler("cpu", 8.0, process_groups=Alone())
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
     scaler.update()

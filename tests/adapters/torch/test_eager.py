@@ -10,19 +10,37 @@ if torch.get_default_device().type != "cpu":
 
 from kernels import gpu_cases  # noqa: E402
 
-from lossscale.torch import eager  # noqa: E402
-from lossscale.torch.eager import Request  # noqa: E402
-from lossscale.torch.gradients import inverse_of  # noqa: E402
-from lossscale.torch.verdict import (  # noqa: E402
+from lossscale.torch.inspection import eager  # noqa: E402
+from lossscale.torch.inspection.groups import invert  # noqa: E402
+from lossscale.torch.inspection.request import InspectionRequest  # noqa: E402
+from lossscale.torch.inspection.summary import (  # noqa: E402
     AMAX,
-    FOUND,
+    FOUND_INF,
     HEADER,
     NORM,
     NOT_MEASURED,
+    GradientSummary,
 )
 
 CASES = gpu_cases.cases("cpu", chunk=128, many=300)
-MEASURES = {"host": eager._measure_on_host, "device": eager._measure_on_device}
+
+
+def measure_on_host(grads, scale, inverse, request, bounds):
+    """Return the host's summary as a buffer, as the device's is."""
+    layout = eager.HostLayout(grads, bounds)
+    numbers, amaxes = eager.measure_on_host(
+        grads, scale.item(), inverse.item(), request, layout
+    )
+    return torch.tensor(numbers + (amaxes or []))
+
+
+def measure_all_on_host(grads, scale, inverse, request, bounds):
+    """Return the host's summary with the largest magnitudes, as the device has them."""
+    request = request._replace(measure_amax=True)
+    return measure_on_host(grads, scale, inverse, request, bounds)
+
+
+MEASURES = {"host": measure_all_on_host, "device": eager.measure_on_device}
 
 
 class Eager:
@@ -36,9 +54,9 @@ class Eager:
         self._bounds = bounds
 
     def measure(self, gradients, scale, request, *, inverted):
-        inverse = scale if inverted else inverse_of(scale)
+        inverse = scale if inverted else invert(scale)
         if inverted:
-            scale = inverse_of(inverse)
+            scale = invert(inverse)
         bounds = self._bounds[: len(gradients)] or [math.inf] * len(gradients)
         return self._measure(gradients, scale, inverse, request, bounds)
 
@@ -50,7 +68,7 @@ class Combined(Eager):
     """The same of the gradients at even and odd places, put together."""
 
     def measure(self, gradients, scale, request, *, inverted):
-        part = request.without_clipping()._replace(with_norm=request.wants_norm)
+        part = request.for_a_part()
         parts = [own for own in (gradients[::2], gradients[1::2]) if own]
         measured = super().measure
         buffers = [measured(own, scale, part, inverted=inverted) for own in parts]
@@ -66,24 +84,24 @@ PARAMETERS = [pytest.param(case, id=case.name) for case in CASES]
 
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_the_hosts_way_is_what_numpy_says(case):
-    gpu_cases.check(case, Eager(eager._measure_on_host), strict=False)
+    gpu_cases.check(case, Eager(measure_all_on_host), strict=False)
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_the_devices_way_is_what_numpy_says(case):
-    gpu_cases.check(case, Eager(eager._measure_on_device), strict=False)
+    gpu_cases.check(case, Eager(eager.measure_on_device), strict=False)
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_parts_that_are_combined_are_the_whole(case):
-    gpu_cases.check(case, Combined(eager._measure_on_device), strict=False)
+    gpu_cases.check(case, Combined(eager.measure_on_device), strict=False)
 
 
 @pytest.mark.parametrize("way", MEASURES)
 def test_gaps_and_transposed_tensors_are_read_and_written_where_they_are(way):
     room = torch.arange(24.0).view(4, 6)
     gradients = [room[:, ::2], torch.arange(6.0).view(2, 3).t()]
-    request = Request(write=True, with_norm=True)
+    request = InspectionRequest(unscale_in_place=True, measure_norm=True)
     buffer = Eager(MEASURES[way]).measure(
         gradients, torch.tensor(2.0), request, inverted=False
     )
@@ -98,8 +116,8 @@ def test_gaps_and_transposed_tensors_are_read_and_written_where_they_are(way):
 def test_the_host_says_what_it_did_not_measure():
     gradients = [torch.ones(3)]
     two, half = torch.tensor(2.0), torch.tensor(0.5)
-    request = Request(write=True)
-    buffer = eager._measure_on_host(gradients, two, half, request, [math.inf])
+    request = InspectionRequest(unscale_in_place=True)
+    buffer = measure_on_host(gradients, two, half, request, [math.inf])
     assert NOT_MEASURED == buffer[AMAX].item()
     assert pytest.approx(math.sqrt(3.0) / 2.0) == buffer[NORM].item()
     assert HEADER == len(buffer)
@@ -109,12 +127,12 @@ def test_the_host_says_what_it_did_not_measure():
 def test_a_norm_that_one_part_did_not_measure_is_measured_by_none():
     two, half = torch.tensor(2.0), torch.tensor(0.5)
     parts = [
-        eager._measure_on_device(
-            [torch.ones(3)], two, half, Request(with_norm=norm), [math.inf]
+        eager.measure_on_device(
+            [torch.ones(3)], two, half, InspectionRequest(measure_norm=norm), [math.inf]
         )
         for norm in (True, False)
     ]
-    whole = eager.combine(parts, torch.device("cpu"), Request())
+    whole = eager.combine(parts, torch.device("cpu"), InspectionRequest())
     assert NOT_MEASURED == whole[NORM].item()
 
 
@@ -126,9 +144,9 @@ def test_a_look_by_either_way_finds_the_number_and_changes_none(number):
             gradients[1][-1] = number
             before = [gradient.clone() for gradient in gradients]
             buffer = Eager(measure).measure(
-                gradients, torch.tensor(3.0), Request(), inverted=False
+                gradients, torch.tensor(3.0), InspectionRequest(), inverted=False
             )
-            assert 1.0 == buffer[FOUND].item()
+            assert 1.0 == buffer[FOUND_INF].item()
             assert [True, False] == torch.isfinite(buffer[HEADER:]).tolist()
             for old, new in zip(before, gradients, strict=True):
                 assert torch.equal(old.view(torch.int32), new.view(torch.int32))
@@ -137,7 +155,24 @@ def test_a_look_by_either_way_finds_the_number_and_changes_none(number):
 def test_the_buffer_of_a_flag_says_no_more_than_the_flag():
     scale = torch.tensor(8.0)
     for flag in (0.0, 1.0, 3.0):
-        buffer = eager.flag_buffer(torch.tensor(flag), scale)
+        summary = GradientSummary.of_flag(torch.tensor(flag), scale)
         found = float(flag != 0.0)
         numbers = [found, 0.0, -1.0, -1.0, 8.0, 0.125, 8.0, 1.0, 0.0, -1.0]
-        assert numbers == buffer.tolist()
+        assert numbers == summary.numbers
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e38])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_the_host_finds_the_same_tensors_with_and_without_magnitudes(dtype, value):
+    if value == 1e38 and dtype is torch.float16:
+        value = 60000.0
+    bounds = [math.inf] * 3
+    flags = []
+    for measure in (measure_on_host, measure_all_on_host):
+        grads = [torch.ones(4, dtype=dtype) for _ in range(3)]
+        grads[1][2] = value
+        two, half = torch.tensor(2.0), torch.tensor(0.5)
+        buffer = measure(grads, two, half, InspectionRequest(), bounds)
+        found = buffer[HEADER:].isfinite().tolist() or [True] * 3
+        flags.append((buffer[:2].tolist(), found, buffer[NORM].item()))
+    assert repr(flags[1]) == repr(flags[0])

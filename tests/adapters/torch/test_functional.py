@@ -13,6 +13,7 @@ import lossscale.numpy  # noqa: E402
 import lossscale.torch as ls  # noqa: E402
 from lossscale import Dynamic, Fixed, ScaleState, Signal  # noqa: E402
 from lossscale.errors import GradientError, StructureError  # noqa: E402
+from lossscale.torch import classic  # noqa: E402
 
 MEASUREMENTS = ("nan", "amax", "norm", "zero_fraction", "subnormal_fraction")
 compiled = pytest.mark.parametrize("mode", ["eager", "compiled"])
@@ -291,7 +292,7 @@ def test_what_is_no_flag_is_refused(wrong):
     with pytest.raises(GradientError, match="one boolean"):
         ls.update(Dynamic(), state(8.0), Signal(wrong))
     with pytest.raises(GradientError, match="one boolean"):
-        ls.DynamicLossScale().update_from_finite(wrong)
+        classic.DynamicLossScale().update_from_finite(wrong)
 
 
 def test_signals_of_any_boolean_kind_are_taken():

@@ -52,7 +52,7 @@ def check_skipped(scaler, optimizer, before, scale=65536.0):
     report = scaler.last_step
     assert (False, "headroom") == (report.applied, report.reason)
     assert (scale, 1) == (scaler.get_scale(), scaler._get_growth_tracker())
-    assert 1 == scaler.skipped
+    assert 1 == scaler.skipped_steps
 
 
 PATHS = {
@@ -109,7 +109,7 @@ def test_the_tensors_that_were_too_large_are_named():
     other.grad = torch.ones(1)
     scaler.step(optimizer)
     scaler.update()
-    assert (("head", "headroom"),) == scaler.last_step.broken
+    assert {"head": "headroom"} == scaler.last_step.nonfinite
 
 
 def test_an_infinity_beside_it_is_an_overflow_and_lowers_the_scale():

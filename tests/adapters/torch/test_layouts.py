@@ -4,19 +4,30 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from lossscale.torch import layouts  # noqa: E402
-from lossscale.torch.layouts import Layout  # noqa: E402
+from lossscale.torch.inspection import layout_cache  # noqa: E402
+from lossscale.torch.inspection.layout_cache import layout_of  # noqa: E402
 
 
 @pytest.fixture(params=["guard", "without"])
 def way(request, monkeypatch):
     """Choose torch's guard, or the way without it."""
-    guard = layouts._try_guard()
+    guard = layout_cache._try_guard()
     if request.param == "guard" and guard is None:
         pytest.skip("this torch has no guard that sees every difference")
     chosen = guard if request.param == "guard" else None
-    monkeypatch.setattr(layouts, "_tried", [chosen])
+    monkeypatch.setattr(layout_cache, "_tried", [chosen])
     return request.param
+
+
+class Layout:
+    """A layout that knows how many tensors it is of, as a group of gradients does."""
+
+    def __init__(self, tensors):
+        self._layout, self._count = layout_of(tensors), len(tensors)
+        self.is_guarded = not isinstance(self._layout, layout_cache._Fingerprint)
+
+    def fits(self, tensors):
+        return len(tensors) == self._count and self._layout.check(*tensors)
 
 
 class Subclass(torch.Tensor):
@@ -65,7 +76,7 @@ OTHER = {
 @pytest.mark.parametrize("name", [*SAME, *OTHER])
 def test_a_layout_fits_what_is_laid_out_alike_and_nothing_else(way, name):
     layout = Layout(first())
-    assert (way == "guard") == (layout._guard is not None)
+    assert (way == "guard") == layout.is_guarded
     assert layout.fits(first())
     assert (name in SAME) == layout.fits((SAME | OTHER)[name]())
     assert layout.fits(first())  # and a look at others changes nothing
@@ -100,7 +111,7 @@ def test_a_tensor_that_changed_in_place_does_not_fit(way):
 def test_a_layout_of_one_tensor_twice_fits_it_and_two_of_its_kind(way):
     tensor = torch.zeros(4)
     layout = Layout([tensor, tensor])
-    assert layout._guard is None
+    assert not layout.is_guarded
     assert layout.fits([tensor, tensor])
     assert layout.fits([torch.zeros(4), torch.zeros(4)])
     assert not layout.fits([torch.zeros(4), torch.zeros(5)])
@@ -148,15 +159,15 @@ def test_the_guard_is_tried_before_it_is_trusted(monkeypatch):
         "torch._C._dynamo.guards", reason="this torch has no guards in C++"
     )
     monkeypatch.setattr(guards, "TensorGuards", Blind)
-    assert layouts._try_guard() is None
+    assert layout_cache._try_guard() is None
     monkeypatch.delattr(guards, "TensorGuards")
-    assert layouts._try_guard() is None
+    assert layout_cache._try_guard() is None
 
 
 def test_the_guard_is_looked_for_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(layouts, "_tried", [])
-    monkeypatch.setattr(layouts, "_try_guard", lambda: asked.append(1))
+    monkeypatch.setattr(layout_cache, "_tried", [])
+    monkeypatch.setattr(layout_cache, "_try_guard", lambda: asked.append(1))
     for _ in range(3):
         assert Layout(first()).fits(first())
     assert [1] == asked

@@ -38,37 +38,45 @@ def test_a_report_says_what_became_of_the_step(fused):
         (False, True, "inf", 4.0, 3),
         (False, True, "nan", 2.0, 4),
     ] == said
-    assert (4, 3, 3) == (scaler.steps, scaler.skipped, scaler.consecutive_skips)
+    assert (4, 3, 3) == (
+        scaler.total_steps,
+        scaler.skipped_steps,
+        scaler.consecutive_skips,
+    )
     step(scaler, optimizer, 1.0, [weight])
-    assert (5, 3, 0) == (scaler.steps, scaler.skipped, scaler.consecutive_skips)
+    assert (5, 3, 0) == (
+        scaler.total_steps,
+        scaler.skipped_steps,
+        scaler.consecutive_skips,
+    )
 
 
 def test_a_report_can_be_read_later():
     weight, optimizer = problem()
     reports = []
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0, observer=reports.append))
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0, on_step=reports.append))
     for gradient in (math.inf, 1.0, math.nan):
         step(scaler, optimizer, gradient, [weight])
     assert [(1, "inf", 8.0), (2, None, 4.0), (3, "nan", 4.0)] == [
         (report.index, report.reason, report.scale) for report in reports
     ]
     assert scaler.last_step is reports[-1]
-    assert all(report.arrived() for report in reports)
+    assert all(report.is_ready() for report in reports)
     assert "applied" in repr(reports[1])
     assert "nan" in repr(reports[2])
 
 
-def culprits(scaler, optimizer, parameters, bad):
-    """Return the culprits of a step in which these parameters are bad."""
+def nonfinite_names(scaler, optimizer, parameters, bad):
+    """Return the nonfinite_names of a step in which these parameters are bad."""
     started(scaler)
     for at, one in enumerate(parameters):
         one.grad = torch.full_like(one, bad.get(at, 1.0))
     scaler.step(optimizer)
     scaler.update()
-    return scaler.last_step.broken
+    return scaler.last_step.nonfinite
 
 
-def test_culprits_have_the_names_that_were_given():
+def test_tensors_that_overflowed_have_the_names_that_were_given():
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     ours = [one for _, one in module.named_parameters()]
     bad = {1: math.inf, 2: math.nan}
@@ -81,26 +89,26 @@ def test_culprits_have_the_names_that_were_given():
         (ls.GradScaler("cpu", names=dict(pairs)), plain),
         (ls.GradScaler("cpu"), named),
     ):
-        found = culprits(scaler, optimizer, ours, bad)
-        assert (("0.bias", "inf"), ("1.weight", "nan")) == found
-        assert ("0.bias", "1.weight") == scaler.last_step.culprits
+        found = nonfinite_names(scaler, optimizer, ours, bad)
+        assert {"0.bias": "inf", "1.weight": "nan"} == found
+        assert ("0.bias", "1.weight") == scaler.last_step.nonfinite_names
 
 
-def test_culprits_without_a_name_are_told_by_their_place():
+def test_tensors_that_overflowed_without_a_name_are_told_by_their_place():
     weights = [parameter([1.0]), parameter([1.0, 2.0]), parameter([[3.0]])]
     optimizer = torch.optim.SGD(
         [{"params": weights[:1]}, {"params": weights[1:]}], lr=1.0
     )
-    found = culprits(
+    found = nonfinite_names(
         ls.GradScaler("cpu"), optimizer, weights, {1: math.inf, 2: math.inf}
     )
-    assert (
-        ("param_groups[1]['params'][0] of shape (2,)", "inf"),
-        ("param_groups[1]['params'][1] of shape (1, 1)", "inf"),
-    ) == found
+    assert {
+        "param_groups[1]['params'][0] of shape (2,)": "inf",
+        "param_groups[1]['params'][1] of shape (1, 1)": "inf",
+    } == found
 
 
-def test_culprits_are_right_where_some_parameters_have_no_gradient():
+def test_tensors_that_overflowed_are_right_where_some_parameters_have_no_gradient():
     weights = [parameter([1.0]) for _ in range(4)]
     names = [(f"w{at}", weight) for at, weight in enumerate(weights)]
     optimizer = torch.optim.SGD(weights, lr=1.0)
@@ -110,19 +118,21 @@ def test_culprits_are_right_where_some_parameters_have_no_gradient():
         weights[1].grad, weights[3].grad = torch.ones(1), torch.tensor([math.inf])
         scaler.step(optimizer)
         scaler.update()
-        assert ("w3",) == scaler.last_step.culprits
+        assert ("w3",) == scaler.last_step.nonfinite_names
 
 
 def test_names_and_a_module_exclude_each_other():
     module = torch.nn.Linear(1, 1)
-    with pytest.raises(SettingError, match="names= and module= were both given"):
+    with pytest.raises(SettingError, match="Pass either names= or module="):
         ls.GradScaler("cpu", names=module.named_parameters(), module=module)
 
 
 def test_norm_and_amax_are_numbers_where_they_were_measured():
     weight, other = parameter([1.0]), parameter([1.0])
     optimizer = torch.optim.SGD([weight, other], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0, measure_norm=True))
+    scaler = started(
+        ls.GradScaler("cpu", init_scale=8.0, measure_norm=True, measure_amax=True)
+    )
     weight.grad, other.grad = torch.tensor([24.0]), torch.tensor([-32.0])
     scaler.step(optimizer)
     scaler.update()
@@ -153,7 +163,7 @@ def test_the_reports_of_several_optimizers_are_one():
         last.applied_by(second),
     )
     assert last.applied_by(problem()[1]) is None
-    assert (2, 1) == (scaler.steps, scaler.skipped)
+    assert (2, 1) == (scaler.total_steps, scaler.skipped_steps)
 
 
 # Gates and schedulers
@@ -164,12 +174,12 @@ def test_the_gate_holds_an_average_still_while_steps_are_skipped(fused):
     weight, optimizer = problem(fused)
     average = weight.detach().clone()
     scaler = ls.GradScaler("cpu", init_scale=8.0)
-    assert scaler.gate().item() is True
+    assert scaler.step_applied().item() is True
     held = []
     for gradient in (8.0, math.inf, 8.0):
         step(scaler, optimizer, gradient, [weight])
         before = average.clone()
-        gate = scaler.gate()
+        gate = scaler.step_applied()
         assert (torch.bool, ()) == (gate.dtype, gate.shape)
         average.lerp_(weight.detach(), 0.5 * gate)
         held.append(bool(average == before))
@@ -236,7 +246,7 @@ def test_a_scheduler_with_a_metric_is_given_it():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"observer": 3}, "observer must be a function"),
+        ({"on_step": 3}, "on_step must be a function"),
         ({"module": 3}, "module must be a torch.nn.Module"),
         ({"names": 3}, "names must be pairs"),
         ({"names": ["a"]}, "names must be pairs"),
@@ -257,7 +267,7 @@ def test_a_parameter_that_the_optimizer_no_longer_has_is_still_reported():
     scaler.step(optimizer)
     scaler.update()
     del optimizer.param_groups[0]["params"][1]
-    (culprit,) = scaler.last_step.culprits
+    (culprit,) = scaler.last_step.nonfinite_names
     assert "parameter 1, which the optimizer no longer has" == culprit
 
 
@@ -285,7 +295,7 @@ def test_the_gate_is_shut_if_any_optimizer_skipped():
     scaler.step(first)
     scaler.step(second)
     scaler.update()
-    assert scaler.gate().item() is False
+    assert scaler.step_applied().item() is False
 
 
 def test_several_optimizers_report_the_largest_number_and_the_hardest_clip():
@@ -324,7 +334,7 @@ def test_a_norm_that_only_one_optimizer_measured_is_none():
 
 
 def test_the_largest_magnitude_is_that_of_all_optimizers():
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0, measure_amax=True))
     for gradient in (8.0, 80.0):
         weight, other = parameter([1.0]), parameter([1.0])
         optimizer = torch.optim.SGD([weight, other], lr=1.0)
@@ -362,7 +372,9 @@ def test_a_report_outlives_its_optimizer():
     step(scaler, optimizer, math.inf, [weight])
     del optimizer
     gc.collect()
-    assert ("parameter 0 of an optimizer that is gone",) == scaler.last_step.culprits
+    assert (
+        "parameter 0 of an optimizer that is gone",
+    ) == scaler.last_step.nonfinite_names
 
 
 def test_a_scheduler_that_comes_late_does_not_catch_up():

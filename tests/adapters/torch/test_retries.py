@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import (  # noqa: E402
 )
 
 import lossscale.torch as ls  # noqa: E402
+from lossscale import Dynamic  # noqa: E402
 from lossscale.errors import ContextError, GradientError  # noqa: E402
 
 
@@ -78,7 +79,9 @@ def test_a_look_that_was_interrupted_is_taken_again(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("lossscale.torch.gradients.Sorted.measure", interrupted)
+        patched.setattr(
+            "lossscale.torch.inspection.groups.GradientGroups.measure", interrupted
+        )
         with pytest.raises(KeyboardInterrupt):
             scaler.step(optimizer)
     scaler.step(optimizer)
@@ -282,15 +285,12 @@ def test_a_closure_that_raises_leaves_everything_as_it_was():
 
 
 def test_what_a_graph_would_read_keeps_its_place():
-    scaler = started(ls.GradScaler("cpu"))
-    cells = scaler._cells()
-    places = [cell.data_ptr() for cell in cells if cell is not None]
-    state = scaler.state_dict() | {"steps": 7, "bad": 0, "growth_interval": 5}
-    scaler.load_state_dict(state)
-    scaler.set_growth_factor(4.0)
-    scaler.set_growth_interval(3)
-    assert places == [c.data_ptr() for c in scaler._cells() if c is not None]
-    assert 7 == scaler.steps
+    policy = Dynamic(growth_factor=1.7)  # which is advanced by tensors
+    scaler = started(ls.GradScaler("cpu", policy=policy))
+    places = [tensor.data_ptr() for tensor in scaler.state]
+    scaler.load_state_dict(scaler.state_dict() | {"total_steps": 7, "bad_steps": 0})
+    assert places == [tensor.data_ptr() for tensor in scaler.state]
+    assert 7 == scaler.total_steps
 
 
 def test_a_number_set_by_hand_that_is_of_no_use_is_refused_every_time():

@@ -28,7 +28,7 @@ TORCHS = (
     "growth_interval",
     "_growth_tracker",
 )
-OURS = ("bad", "steps", "skipped", "consecutive_skips")
+OURS = ("bad_steps", "total_steps", "skipped_steps", "consecutive_skips")
 
 
 def moved(cls, **settings):
@@ -80,9 +80,17 @@ def test_each_class_goes_on_from_the_others_state(source, target, lazy):
 def test_counters_survive_and_torchs_state_starts_them_at_0():
     scaler = ls.GradScaler("cpu")
     scaler.load_state_dict(moved(ls.GradScaler).state_dict())
-    assert (4, 2, 0) == (scaler.steps, scaler.skipped, scaler.consecutive_skips)
+    assert (4, 2, 0) == (
+        scaler.total_steps,
+        scaler.skipped_steps,
+        scaler.consecutive_skips,
+    )
     scaler.load_state_dict(moved(torch.amp.GradScaler).state_dict())
-    assert (0, 0, 0) == (scaler.steps, scaler.skipped, scaler.consecutive_skips)
+    assert (0, 0, 0) == (
+        scaler.total_steps,
+        scaler.skipped_steps,
+        scaler.consecutive_skips,
+    )
 
 
 def test_hysteresis_survives():
@@ -232,8 +240,8 @@ def test_a_pickle_keeps_policy_settings_and_counters():
     again = pickled(scaler)
     assert (policy, 2, 1, 1) == (
         again.policy,
-        again.steps,
-        again.skipped,
+        again.total_steps,
+        again.skipped_steps,
         again.consecutive_skips,
     )
     assert again.last_step is None
@@ -244,7 +252,7 @@ def test_a_pickle_keeps_policy_settings_and_counters():
 
 def test_a_pickle_leaves_out_an_observer_that_cannot_be_pickled():
     """Neither names nor reports are kept; an observer is no state either."""
-    scaler = ls.GradScaler("cpu", observer=lambda _: None)
+    scaler = ls.GradScaler("cpu", on_step=lambda _: None)
     assert scaler.state_dict() == pickled(scaler).state_dict()
 
 

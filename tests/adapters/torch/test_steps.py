@@ -188,27 +188,31 @@ def test_a_step_without_gradients_may_count_as_clean(fused):
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
     scaler = started(
         ls.GradScaler(
-            "cpu", init_scale=8.0, growth_interval=1, on_no_gradients="clean step"
+            "cpu", init_scale=8.0, growth_interval=1, on_no_gradients="ignore"
         )
     )
     scaler.step(optimizer)
     scaler.update()
-    assert (16.0, 1, 0) == (scaler.get_scale(), scaler.steps, scaler.skipped)
+    assert (16.0, 1, 0) == (
+        scaler.get_scale(),
+        scaler.total_steps,
+        scaler.skipped_steps,
+    )
     assert (True, 8.0, ()) == (
         scaler.last_step.applied,
         scaler.last_step.scale,
-        scaler.last_step.culprits,
+        scaler.last_step.nonfinite_names,
     )
 
 
 def test_an_update_without_a_step_may_count_as_clean():
     scaler = started(
         ls.GradScaler(
-            "cpu", init_scale=8.0, growth_interval=1, on_no_gradients="clean step"
+            "cpu", init_scale=8.0, growth_interval=1, on_no_gradients="ignore"
         )
     )
     scaler.update()
-    assert (16.0, 1) == (scaler.get_scale(), scaler.steps)
+    assert (16.0, 1) == (scaler.get_scale(), scaler.total_steps)
     assert scaler.last_step.applied
     assert scaler.last_step.scale == 8.0
     assert "applied" in repr(scaler.last_step)
@@ -233,11 +237,15 @@ def test_disabled_every_new_method_does_what_would_be_done_without():
     scaler.step_scheduler(scheduler)
     assert scheduler.get_last_lr() == [0.5]
     assert (True, None, None) == (
-        scaler.gate().item(),
+        scaler.step_applied().item(),
         scaler.last_step,
         scaler.flush(),
     )
-    assert (0, 0, 0) == (scaler.steps, scaler.skipped, scaler.consecutive_skips)
+    assert (0, 0, 0) == (
+        scaler.total_steps,
+        scaler.skipped_steps,
+        scaler.consecutive_skips,
+    )
 
 
 @pytest.mark.parametrize("name", ["policy", "state"])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a framework lends to the classic classes.
+"""What a framework provides for the classic classes.
 
-A binding knows how its framework keeps variables, tells finite from non-finite
-gradients and does one thing only if a flag says so. It knows nothing about scales:
-the rule stays in the core.
+A binding knows how its framework keeps variables, checks gradients for non-finite
+values and does one thing only if a flag is set. It knows nothing about scales: the rule
+stays in the core.
 """
 
 from collections.abc import Callable
@@ -78,11 +78,11 @@ class Binding(Protocol):
         ...
 
     def all_finite(self, grads: Any) -> Array:
-        """Return whether a nest of gradients is finite, as a boolean scalar."""
+        """Return whether all gradients are finite, as a boolean scalar."""
         ...
 
     def update(self, policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
-        """Return the state after a step: the framework's verb of that name."""
+        """Return the state after a step: the framework's function of that name."""
         ...
 
     def nothing(self) -> Any:

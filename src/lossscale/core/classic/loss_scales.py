@@ -29,7 +29,7 @@ class LossScale(metaclass=ABCMeta):
 
     @abstractmethod
     def update(self, grads: Any) -> tuple[Any, Any]:
-        """Update the loss scale from a nest of unscaled gradients.
+        """Update the loss scale from a nested structure of unscaled gradients.
 
         Returns:
             `(update_op, should_apply_gradients)`. The first is `None` where the
@@ -104,7 +104,7 @@ class FixedLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-    """A loss scale that doubles after clean steps and halves after a bad one."""
+    """A loss scale that doubles after finite steps and halves after an overflow."""
 
     _binding: ClassVar[Binding]
 
@@ -184,9 +184,9 @@ class DynamicLossScale(LossScale):
         return self._cell.read().scale
 
     def update(self, grads: Any) -> tuple[Any, Array]:
-        """Update the loss scale from a nest of unscaled gradients.
+        """Update the loss scale from a nested structure of unscaled gradients.
 
-        `None` gradients are ignored; a nest without any gradient is a clean step.
+        `None` gradients are ignored; a structure without any gradient is a finite step.
         """
         return self.update_from_finite(self._binding.all_finite(grads))
 
@@ -235,7 +235,7 @@ def get(
     fixed_class: type[FixedLossScale],
     dynamic_class: type[DynamicLossScale],
 ) -> LossScale | None:
-    """Return the loss scale that a number, "dynamic", a LossScale or None stands for.
+    """Return the loss scale for a number, "dynamic", a LossScale or None.
 
     Raises:
         SettingError: For anything else (a ValueError).

@@ -59,9 +59,9 @@ class FixedLossScaleManager(LossScaleManager):
 
 
 class ExponentialUpdateLossScaleManager(LossScaleManager):
-    """A manager that grows after clean steps in a row and shrinks after bad steps.
+    """A manager that grows after finite steps in a row and shrinks after overflows.
 
-    Bad steps need not be consecutive: a clean step that only counts leaves their
+    Overflows need not be consecutive: a finite step that only counts leaves their
     number alone. Reaching either threshold clears both counts.
     """
 

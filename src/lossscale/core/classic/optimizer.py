@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer wrapper: scale the loss, unscale the gradients, skip the bad step."""
+"""The optimizer wrapper: scale the loss, unscale the gradients, skip overflows."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -236,8 +236,8 @@ class LossScaleOptimizer:
             return self._binding.as_scale(value)
         except (TypeError, ValueError):
             message = (
-                f"{type(scale).__name__}.{method}() returned {format_value(value)}, expected "
-                "a float32 scalar."
+                f"{type(scale).__name__}.{method}() returned {format_value(value)}, "
+                "expected a float32 scalar."
             )
             raise SettingTypeError(message) from None
 
@@ -274,8 +274,9 @@ class LossScaleOptimizer:
             return operation, self._binding.flag(permitted)
         except (TypeError, ValueError):
             message = (
-                f"{type(scale).__name__}.update() returned {format_value(answer)}, expected "
-                "(update_op, should_apply_gradients), the second of them one boolean."
+                f"{type(scale).__name__}.update() returned {format_value(answer)}, "
+                "expected (update_op, should_apply_gradients), the second of them one "
+                "boolean."
             )
             raise SettingTypeError(message) from None
 

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is going on, as a few lines of text.
+
+What `lossscale watch` shows, in a terminal and with `--once`. Imports the standard
+library only.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from lossscale.diagnostics.formats import headroom
+from lossscale.diagnostics.records.follower import RunFollower
+from lossscale.diagnostics.records.steps import StepRecord
+from lossscale.diagnostics.report.wording import NOTHING, number, percent
+
+_BARS = "▁▂▃▄▅▆▇█"
+_LABEL = 10
+_VALUE = 12
+_LEAST_WIDTH = 40
+_MOST_NAMES = 4
+_MOST_ALARMS = 3
+
+
+def render_run(run: RunFollower, width: int = 80) -> list[str]:
+    """Return what there is to see in a run, in lines of at most so many characters."""
+    width = max(_LEAST_WIDTH, width)
+    recent = list(run.recent)
+    bars = width - _LABEL - _VALUE
+    lines = [_clip(f"{run.title}  {_state(run)}", width), ""]
+    if not recent:
+        return [*lines, "No step was recorded yet."]
+    lines += [
+        _curve(name, recent, read, choose, bars) for name, read, choose in _CURVES
+    ]
+    left = headroom_of(recent[-1], str(run.header["dtype"]))
+    shown = NOTHING if left is None else f"{left:.1f} bits"
+    lines += [f"{'headroom':<{_LABEL}}{shown:<{_VALUE}}".rstrip(), ""]
+    lines += [_clip(line, width) for line in _skips(run)]
+    return [*lines, "", *_alarms(run, width)]
+
+
+def headroom_of(record: StepRecord, dtype: str) -> float | None:
+    """Return the headroom of a step, if its largest magnitude was recorded."""
+    if record.amax is None:
+        return None
+    return headroom(record.amax, record.scale, dtype)
+
+
+def sparkline(
+    values: Sequence[float | None],
+    width: int,
+    choose: Callable[[Iterable[float]], float] = max,
+) -> str:
+    """Return values as bars, each the extreme of the values that it represents.
+
+    Example:
+        >>> from lossscale.diagnostics.live import sparkline
+        >>> sparkline([1.0, 1.0, 8.0, None, 4.0], 5)
+        '▁▁█ ▄'
+    """
+    count = min(width, len(values))
+    cells: list[float | None] = []
+    for i in range(count):
+        part = values[i * len(values) // count : (i + 1) * len(values) // count]
+        known = [v for v in part if v is not None and math.isfinite(v)]
+        cells.append(choose(known) if known else None)
+    drawn = [value for value in cells if value is not None]
+    low, high = min(drawn, default=0.0), max(drawn, default=0.0)
+    span = (high - low) or 1.0
+    top = len(_BARS) - 1
+    return "".join(
+        " " if value is None else _BARS[round((value - low) / span * top)]
+        for value in cells
+    )
+
+
+def _curve(
+    name: str,
+    recent: Sequence[StepRecord],
+    read: Callable[[StepRecord], float | None],
+    choose: Callable[[Iterable[float]], float],
+    width: int,
+) -> str:
+    values = [read(record) for record in recent]
+    shown = number(values[-1])
+    if name == "scale":
+        values = [None if value is None else math.log2(value) for value in values]
+    line = f"{name:<{_LABEL}}{shown:<{_VALUE}}{sparkline(values, width, choose)}"
+    return line.rstrip()
+
+
+_CURVES: tuple[
+    tuple[
+        str,
+        Callable[[StepRecord], float | None],
+        Callable[[Iterable[float]], float],
+    ],
+    ...,
+] = (
+    ("scale", lambda record: record.scale, min),
+    ("loss", lambda record: record.loss, max),
+    ("norm", lambda record: record.norm, max),
+)
+
+
+def _state(run: RunFollower) -> str:
+    last = run.recent[-1] if run.recent else None
+    step = "no step" if last is None else f"step {last.step:,}"
+    speed = _speed(list(run.recent))
+    if run.ended:
+        state = "ended"
+    elif run.is_live:
+        state = "running"
+    else:
+        state = f"last written {_ago(run)} ago, not closed"
+    return ", ".join(filter(None, (step, speed, state)))
+
+
+def _speed(recent: Sequence[StepRecord]) -> str:
+    last = recent[-200:]
+    seconds = last[-1].time - last[0].time if len(last) > 1 else 0.0
+    return f"{(len(last) - 1) / seconds:.3g} steps/s" if seconds > 0 else ""
+
+
+def _ago(run: RunFollower) -> str:
+    seconds = max(0, round(time.time() - run.path.stat().st_mtime))
+    minutes = seconds // 60
+    return f"{seconds} s" if minutes < 1 else f"{minutes:,} min"
+
+
+def _skips(run: RunFollower) -> list[str]:
+    if not run.skipped:
+        return [f"skipped   none of {run.steps:,} steps"]
+    causes = ", ".join(
+        f"{count:,} {cause}" for cause, count in run.causes.most_common()
+    )
+    share = percent(run.skipped / max(1, run.steps))
+    lines = [f"skipped   {run.skipped:,} of {run.steps:,} steps ({share}): {causes}"]
+    last = run.last_skip
+    if last is not None:
+        names = [f"{name} ({cause})" for name, cause in last.nonfinite]
+        more = len(names) - _MOST_NAMES
+        rest = f" and {more:,} more" if more > 0 else ""
+        listed = f" in {', '.join(names[:_MOST_NAMES])}{rest}" if names else ""
+        lines.append(f"          last at step {last.step:,}: {last.cause}{listed}")
+        if last.nearest_finite is not None:
+            lines.append(f"          nearest that was finite: {last.nearest_finite}")
+    return lines
+
+
+def _alarms(run: RunFollower, width: int) -> list[str]:
+    if not run.alarms:
+        return ["alarms    none"]
+    lines = [f"alarms    {len(run.alarms):,}"]
+    for alarm in list(run.alarms)[-_MOST_ALARMS:]:
+        good = alarm.get("last_good_step")
+        end = "" if good is None else f" Last step with good weights: {good}."
+        kind, message = alarm.get("kind"), alarm.get("message")
+        text = f"step {alarm.get('step')}, {kind}: {message}{end}"
+        lines += _wrap(_printable(text), width)
+    return lines
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    lines, line = [], "         "
+    for word in text.split():
+        if len(line) + 1 + len(word) > width and line.strip():
+            lines.append(line)
+            line = "         "
+        line = f"{line} {word}"[:width]
+    return [*lines, line]
+
+
+def _clip(text: str, width: int) -> str:
+    line = _printable(text)
+    return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+def _printable(text: str) -> str:
+    """Return text without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

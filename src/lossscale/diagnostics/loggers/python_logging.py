@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps and alarms for Python's `logging`."""
+
+import logging
+
+from lossscale.diagnostics.alarms import Alarm
+from lossscale.diagnostics.loggers.base import StepWriter
+from lossscale.diagnostics.records.steps import StepRecord
+
+
+class LoggingWriter(StepWriter):
+    """Logs a skipped step at INFO and an alarm at WARNING, with the tensors' names.
+
+    Example:
+        >>> import logging
+        >>> from lossscale.diagnostics import StepRecord
+        >>> from lossscale.diagnostics.loggers import LoggingWriter
+        >>> writer = LoggingWriter(logging.getLogger("training"))
+        >>> writer.write_step(StepRecord(step=7, scale=8.0, applied=False, cause="inf"))
+    """
+
+    def __init__(self, logger: logging.Logger | None = None) -> None:
+        """Choose where to log.
+
+        Args:
+            logger: By default that of the name "lossscale".
+        """
+        self._logger = logging.getLogger("lossscale") if logger is None else logger
+
+    def write_step(self, record: StepRecord) -> None:
+        """Log a skipped step."""
+        if record.applied or not self._logger.isEnabledFor(logging.INFO):
+            return
+        names = ", ".join(f"{name} ({cause})" for name, cause in record.nonfinite[:8])
+        more = len(record.nonfinite) - 8
+        self._logger.info(
+            "Step %d was skipped at a scale of %g: %s%s%s",
+            record.step,
+            record.scale,
+            record.cause,
+            f" in {names}" if names else "",
+            f" and {more} more" if more > 0 else "",
+        )
+
+    def write_alarm(self, alarm: Alarm) -> None:
+        """Log an alarm."""
+        good = "unknown" if alarm.last_good_step is None else alarm.last_good_step
+        self._logger.warning(
+            "Step %d: %s Last step with good weights: %s.",
+            alarm.step,
+            alarm.message,
+            good,
+        )

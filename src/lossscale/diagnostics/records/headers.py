@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first line of a run: what it was made with.
+
+Imports the standard library only; the versions of frameworks are those of the modules
+that are loaded already.
+"""
+
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from lossscale.core import validation
+from lossscale.diagnostics.formats import FORMATS
+from lossscale.diagnostics.records.layout import (
+    COLUMNS,
+    FORMAT,
+    describe_policy,
+    plain_mapping,
+)
+from lossscale.errors import SettingTypeError
+
+_PACKAGES = (
+    "lossscale",
+    "numpy",
+    "torch",
+    "triton",
+    "jax",
+    "flax",
+    "optax",
+    "tensorflow",
+    "keras",
+    "accelerate",
+    "lightning",
+    "transformers",
+)
+
+
+def make_header(
+    *,
+    name: str | None,
+    policy: Any,
+    dtype: str,
+    names: Iterable[str] | Mapping[str, str],
+    device: str | None,
+    config: Mapping[str, Any] | None,
+    rank: int,
+    statistics_every: int,
+) -> dict[str, Any]:
+    """Return the header of a new run.
+
+    Raises:
+        SettingError: If the dtype is unknown.
+        SettingTypeError: If the names are not names.
+    """
+    return {
+        "format": FORMAT,
+        "run": secrets.token_hex(8),
+        "name": name,
+        "started": round(time.time(), 3),
+        "columns": list(COLUMNS),
+        "dtype": validation.check_choice("dtype", dtype, FORMATS),
+        "policy": describe_policy(policy),
+        "device": device or platform.processor() or platform.machine(),
+        "versions": find_versions(),
+        "rank": rank,
+        "statistics_every": statistics_every,
+        "config": plain_mapping(config or {}),
+        "dtypes": check_dtypes(names),
+        "names": check_names(names),
+    }
+
+
+def find_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that are loaded."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        if package in sys.modules:
+            try:
+                found[package] = version(package)
+            except PackageNotFoundError:
+                found[package] = "from source"
+    return found
+
+
+def check_names(names: Iterable[str]) -> list[str]:
+    """Return the names of tensors, each once."""
+    listed = [] if isinstance(names, str) else list(names)
+    if isinstance(names, str) or not all(isinstance(name, str) for name in listed):
+        message = (
+            "names must be names of tensors in the model's order, such as "
+            "[name for name, _ in model.named_parameters()], or a mapping from them to "
+            f"dtypes; got {validation.format_value(names)}."
+        )
+        raise SettingTypeError(message)
+    return list(dict.fromkeys(listed))
+
+
+def check_dtypes(names: Iterable[str] | Mapping[str, str]) -> list[str] | None:
+    """Return the dtypes of tensors, in the order of their names, if they are given."""
+    if not isinstance(names, Mapping):
+        return None
+    return [
+        validation.check_choice(f"The dtype of {n!r}", d, FORMATS)
+        for n, d in names.items()
+    ]

@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record every step of a training: one line of JSON each, and a roll-up next to it.
+
+A `Recorder` does not stop a training: what is wrong with its arguments is an error when
+it is made, and a disk that is full later is one warning. It writes once a second, each
+time by a single append, so that a kill tears at most one line. Imports the standard
+library only, so that it runs wherever the training does.
+"""
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from lossscale.core import validation
+from lossscale.core.state import ScaleState, Signal
+from lossscale.core.validation import format_value, plain_number
+from lossscale.diagnostics.alarms import Alarm, AlarmMonitor, AlarmRules
+from lossscale.diagnostics.loggers.base import StepWriter
+from lossscale.diagnostics.loggers.python_logging import LoggingWriter
+from lossscale.diagnostics.records.headers import find_versions, make_header
+from lossscale.diagnostics.records.session import Note, Session
+from lossscale.diagnostics.records.steps import (
+    CAUSES,
+    Nonfinite,
+    StepRecord,
+    TensorStatistics,
+    read_report,
+)
+from lossscale.diagnostics.records.writer import RunWriter
+from lossscale.errors import SettingError, SettingTypeError
+
+OnAlarm: TypeAlias = Callable[[Alarm], object]
+"""Called with every alarm."""
+
+Tensors: TypeAlias = Iterable[tuple[str, str]] | Mapping[str, str]
+"""Tensors by name, each with "inf" or "nan"."""
+
+_DEFAULT_RULES = AlarmRules()
+
+
+class Recorder:
+    """Writes what every step did to a file, for `lossscale report` and `watch`.
+
+    Call it with a step report (`GradScaler(..., on_step=Recorder("run.jsonl"))`), or
+    call `record` or `record_signal` after each step.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from lossscale.diagnostics import Recorder
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "run.jsonl"
+        ...     with Recorder(path) as recorder:
+        ...         recorder.record(scale=65536.0, applied=True, loss=2.3, norm=0.5)
+        ...     len(path.read_text().splitlines())
+        3
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        policy: Any = None,
+        dtype: str = "float16",
+        names: Iterable[str] | Mapping[str, str] = (),
+        device: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        statistics_every: int = 50,
+        flush_seconds: float = 1.0,
+        if_exists: str = "resume",
+        rank: int | None = None,
+        every_rank: bool = False,
+        alarms: AlarmRules | None = _DEFAULT_RULES,
+        on_alarm: OnAlarm | None = None,
+        writers: Sequence[StepWriter] | None = None,
+    ) -> None:
+        """Open the file.
+
+        Args:
+            path: Where the run goes; folders that are missing are made. The roll-up is
+                next to it, with `.rollup` at its end.
+            name: What reports call the run; by default the file's name.
+            policy: The policy of the scale. Alarms read its growth interval and floor.
+            dtype: The format in which gradients are stored, for the headroom.
+            names: Every tensor, in the model's order, or a mapping from each to its
+                dtype. With them a record names the layer that broke.
+            device: What the run is on; by default the processor.
+            config: Anything else to keep with the run, such as hyperparameters.
+            statistics_every: How often a framework's hook measures every tensor, in
+                steps; 0 for never.
+            flush_seconds: How often the file is written; 0 for after every step.
+            if_exists: What to do if the file holds a run: "resume" it, "overwrite" it,
+                or "raise".
+            rank: Which process of several this is; by default the environment's RANK,
+                or 0.
+            every_rank: Record every rank, each to a file of its own, such as
+                `run.rank3.jsonl`. Otherwise rank 0 is recorded, and the others do
+                nothing.
+            alarms: When alarms are raised; `None` for never.
+            on_alarm: Called with every `Alarm`, in the thread that records the step.
+            writers: Handed every step and alarm as well; by default Python's logging.
+
+        Raises:
+            SettingError: If a setting is invalid, or the file cannot be written.
+            StateError: If the file holds something else than a run.
+        """
+        rank = _check_rank(rank)
+        separate = validation.check_bool("every_rank", every_rank)
+        seconds = validation.check_number(
+            "flush_seconds", flush_seconds, "0 or more seconds"
+        )
+        if seconds < 0:
+            message = f"flush_seconds must be 0 or more, got {seconds!r}."
+            raise SettingError(message)
+        validation.check_choice(
+            "if_exists", if_exists, ("resume", "overwrite", "raise")
+        )
+        self.statistics_every = _check_step(statistics_every, "statistics_every")
+        """Hooks measure every tensor once in so many steps; 0 for never."""
+        self.path = _rank_path(Path(path), rank) if separate else Path(path)
+        """Where the run goes."""
+        self._on_alarm = on_alarm
+        header = make_header(
+            name=name,
+            policy=policy,
+            dtype=dtype,
+            names=names,
+            device=device,
+            config=config,
+            rank=rank,
+            statistics_every=self.statistics_every,
+        )
+        monitor = None
+        if alarms is not None:
+            monitor = AlarmMonitor(alarms, policy=header["policy"], dtype=dtype)
+        self._session: Session | None = None
+        if rank > 0 and not separate:
+            return
+        self._session = Session(
+            _open(self.path, header, if_exists),
+            ordered=bool(header["names"]),
+            monitor=monitor,
+            writers=(LoggingWriter(),) if writers is None else tuple(writers),
+            flush_seconds=seconds,
+        )
+        # Also at exit: what was recorded in the last second is not lost.
+        weakref.finalize(self, self._session.close)
+
+    def __call__(self, report: Any) -> None:
+        """Record a step report, as `on_step` is given them.
+
+        Args:
+            report: A framework's step report. Its index counts from 1 in every process;
+                after a resume, the run goes on from its last step.
+        """
+        session = self._session
+        if session is None or session.is_idle:
+            return
+        record = read_report(report)
+        step = session.number_of(record.step)
+        self._announce(session.add(record._replace(step=step, time=session.now())))
+        statistics = getattr(report, "statistics", None)
+        if statistics is not None:
+            session.add_statistics(statistics, step=step, scale=record.scale)
+
+    def record(
+        self,
+        *,
+        scale: Any,
+        applied: Any,
+        step: int | None = None,
+        cause: str | None = None,
+        norm: Any = None,
+        clip: Any = None,
+        amax: Any = None,
+        loss: Any = None,
+        lr: Any = None,
+        nonfinite: Tensors = (),
+    ) -> None:
+        """Record a step from plain numbers, or from arrays of one number.
+
+        An array on a device is waited for; pass what the host has already.
+
+        Args:
+            scale: The scale that the step's gradients carried.
+            applied: Whether the step was applied.
+            step: Which step it is; by default one after the last. A step that is not
+                after the last one replaces what was recorded from there on.
+            cause: Why it was skipped: "inf" (the default), "nan", "headroom", "loss" or
+                "not stepped".
+            norm: The norm of the unscaled gradients.
+            clip: The factor that clipping multiplied them by.
+            amax: Their largest finite magnitude, unscaled.
+            loss: The unscaled loss.
+            lr: The learning rate.
+            nonfinite: The tensors that were not finite, each with "inf" or "nan".
+
+        Raises:
+            SettingError: If a value is invalid; nothing is recorded then.
+        """
+        session = self._session
+        if session is None or session.is_idle:
+            return
+        was_applied = bool(plain_number(applied))
+        record = StepRecord(
+            0 if step is None else _check_step(step),
+            session.now(),
+            _check_scale(scale),
+            was_applied,
+            _number("norm", norm),
+            _number("clip", clip),
+            _number("amax", amax),
+            _number("loss", loss),
+            _number("lr", lr),
+        )
+        if not was_applied:
+            record = record._replace(
+                cause=validation.check_choice("cause", cause or "inf", CAUSES),
+                nonfinite=_check_tensors(nonfinite),
+            )
+        self._announce(session.add(record, count=step is None))
+
+    def record_signal(
+        self,
+        state: ScaleState,
+        signal: Signal,
+        *,
+        step: int | None = None,
+        loss: Any = None,
+        lr: Any = None,
+        clip: Any = None,
+        nonfinite: Tensors = (),
+    ) -> None:
+        """Record a step from what `unscale` returned, in any framework.
+
+        Args:
+            state: The state that the step used: that before `update`.
+            signal: What `unscale` returned.
+            step: Which step it is; by default one after the last.
+            loss: The unscaled loss.
+            lr: The learning rate.
+            clip: The factor that clipping multiplied the gradients by.
+            nonfinite: The tensors that were not finite, each with "inf" or "nan".
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> import numpy as np
+            >>> import lossscale.numpy as ls
+            >>> from lossscale import Dynamic
+            >>> from lossscale.diagnostics import Recorder, read_run
+            >>> state = ls.init(Dynamic())
+            >>> _, signal = ls.unscale(np.float16("inf"), state, measure=["nan"])
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     path = Path(folder) / "run.jsonl"
+            ...     with Recorder(path) as recorder:
+            ...         recorder.record_signal(state, signal)
+            ...     next(read_run(path).records()).cause
+            'inf'
+        """
+        if self._session is None or self._session.is_idle:
+            return
+        scale = _check_scale(state.scale)
+        amax = _number("amax", signal.amax)
+        self.record(
+            scale=scale,
+            applied=signal.finite,
+            step=step,
+            cause=_cause_of(signal),
+            norm=signal.norm,
+            clip=clip,
+            amax=None if amax is None else amax / scale,
+            loss=loss,
+            lr=lr,
+            nonfinite=nonfinite,
+        )
+
+    def wants_statistics(self, step: int) -> bool:
+        """Whether a step is one whose tensors are to be measured.
+
+        Args:
+            step: Counted from 1; the first one is.
+        """
+        every = self.statistics_every
+        return self._session is not None and every > 0 and (step - 1) % every == 0
+
+    def record_statistics(
+        self, statistics: TensorStatistics, *, scale: Any, step: int | None = None
+    ) -> None:
+        """Record what the stored gradients of a step look like, tensor by tensor.
+
+        Args:
+            statistics: What `measure_tensors` returns, or what a kernel has measured.
+            scale: The scale that the gradients carried.
+            step: Which step it is; by default the last that was recorded.
+        """
+        if self._session is not None and not self._session.is_idle:
+            at = None if step is None else _check_step(step)
+            value = _check_scale(scale)
+            self._session.add_statistics(statistics, step=at, scale=value)
+
+    def note(self, step: int, *, loss: Any = None, lr: Any = None) -> None:
+        """Add the loss or the learning rate to a step that a scaler reports.
+
+        Call it for a step before the next one is reported.
+
+        Args:
+            step: The step as its report counts it: `scaler.last_step.index`.
+            loss: The unscaled loss, as a number that the host has.
+            lr: The learning rate.
+        """
+        session = self._session
+        if session is not None and not session.is_idle:
+            note = Note(_number("loss", loss), _number("lr", lr))
+            session.add_note(session.number_of(_check_step(step)), note)
+
+    def flush(self) -> None:
+        """Write what was recorded now instead of within a second."""
+        if self._session is not None:
+            self._announce(self._session.flush())
+
+    def close(self) -> None:
+        """Write everything, note in the file that the run has ended, and close it."""
+        if self._session is not None:
+            self._announce(self._session.close())
+
+    def __enter__(self) -> "Recorder":  # noqa: PYI034  # Self needs Python 3.11
+        """Return the recorder."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+    def _announce(self, alarms: Sequence[Alarm]) -> None:
+        if self._on_alarm is not None:
+            for alarm in alarms:
+                self._on_alarm(alarm)
+
+
+def _open(path: Path, header: dict[str, Any], if_exists: str) -> RunWriter:
+    """Return the writer of a new run, or of one that is resumed."""
+    if if_exists == "raise" and path.exists():
+        message = (
+            f"{path} exists, and if_exists is 'raise'. Give another path, or pass "
+            "if_exists='resume' to go on with the run."
+        )
+        raise SettingError(message)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"{path.parent} cannot be made: {error.strerror or error}."
+        raise SettingError(message) from None
+    writer = RunWriter(path, header, overwrite=if_exists == "overwrite")
+    if writer.resumed:
+        writer.add_names(header["names"])
+        resumed = {
+            "after_step": writer.last_step,
+            "time": round(time.time() - writer.header["started"], 3),
+            "policy": header["policy"],
+            "versions": find_versions(),
+        }
+        writer.add_event({"resumed": resumed}, new_block=True)
+    writer.flush()
+    return writer
+
+
+def _rank_path(path: Path, rank: int) -> Path:
+    """Return the file of one rank: run.jsonl becomes run.rank3.jsonl."""
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def _check_rank(rank: int | None) -> int:
+    if rank is None:
+        text = os.environ.get("RANK", "0")
+        return int(text) if text.isdecimal() else 0
+    return _check_step(rank, "rank")
+
+
+def _check_step(value: Any, name: str = "step") -> int:
+    """Return a whole number of 0 or more."""
+    number = plain_number(value)
+    if isinstance(number, bool) or not isinstance(number, int):
+        message = (
+            f"{name} must be a whole number, 0 or more, got {format_value(value)}."
+        )
+        raise SettingTypeError(message)
+    if not 0 <= number < 2**53:
+        message = (
+            f"{name} must be a whole number, 0 or more, got {format_value(value)}."
+        )
+        raise SettingError(message)
+    return number
+
+
+def _check_scale(value: Any) -> float:
+    number = _number("scale", value)
+    if number is None or not 0.0 < number < float("inf"):
+        message = f"scale must be a positive number, got {format_value(value)}."
+        raise SettingError(message)
+    return number
+
+
+def _number(name: str, value: Any) -> float | None:
+    """Return a measured number, which may be infinite or NaN."""
+    if value is None or type(value) is float:
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        message = f"{name} must be one number, got {format_value(value)}."
+        raise SettingTypeError(message) from None
+
+
+def _check_tensors(nonfinite: Tensors) -> Nonfinite:
+    pairs = nonfinite.items() if isinstance(nonfinite, Mapping) else nonfinite
+    try:
+        return tuple(
+            (str(n), validation.check_choice("cause", c, CAUSES)) for n, c in pairs
+        )
+    except (TypeError, ValueError):
+        message = (
+            'nonfinite must be pairs of a name and "inf" or "nan", got '
+            f"{format_value(nonfinite)}."
+        )
+        raise SettingTypeError(message) from None
+
+
+def _cause_of(signal: Signal) -> str:
+    """Return why a step was skipped, as far as its signal says."""
+    if signal.loss_finite is not None and not bool(plain_number(signal.loss_finite)):
+        return "loss"
+    if signal.too_large is not None and bool(plain_number(signal.too_large)):
+        return "headroom"
+    return "nan" if signal.nan is not None and bool(plain_number(signal.nan)) else "inf"

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to try, in words: only what follows from what a run shows."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lossscale.diagnostics.report.wording import number, percent
+
+if TYPE_CHECKING:
+    from lossscale.diagnostics.report.summary import Summary
+
+_MANY = 0.05
+_FEW_BITS = 1.0
+_NARROW = ("float16", "float8_e5m2", "float8_e4m3")
+"""The formats whose range a scale is for."""
+
+
+def give_advice(run: "Summary") -> Iterator[str]:
+    """Yield what to try, the most important first."""
+    if not run.steps:
+        yield "No step was recorded. Check that the recorder is called after each step."
+        return
+    parts = (_about_alarms, _about_skips, _about_underflow, _about_scale)
+    advice = [text for part in parts for text in part(run)]
+    yield from advice or [_nothing_to_change(run)]
+    yield from _about_record(run)
+
+
+def _nothing_to_change(run: "Summary") -> str:
+    if not run.skipped:
+        return "Nothing to change: no step was skipped."
+    were = "was" if run.skipped == 1 else "were"
+    return (
+        f"Nothing to change: {_steps(run.skipped)} {were} skipped while the scale grew "
+        f"{run.growths:,} times, which is how a dynamic scale finds its limit."
+    )
+
+
+def _about_alarms(run: "Summary") -> Iterator[str]:
+    kinds = list(dict.fromkeys(alarm.kind for alarm in run.alarms))
+    good = [a.last_good_step for a in run.alarms if a.last_good_step is not None]
+    if good:
+        yield (
+            f"Keep a checkpoint of step {min(good):,} or earlier: its weights are the "
+            "last that are known to be good."
+        )
+    # What came first led to the rest.
+    yield from dict.fromkeys(
+        _NAN_LATER if kind == "nan" and index else _ADVICE[kind]
+        for index, kind in enumerate(kinds)
+    )
+
+
+_GROWING = (
+    "The gradients were growing. Lower the learning rate or lengthen its warm-up, and "
+    "clip by the norm; a lower scale only delays the overflow."
+)
+_ADVICE = {
+    "back-offs": _GROWING,
+    "headroom": _GROWING,
+    "norm": _GROWING,
+    "floor": (
+        "The scale cannot go lower, and steps still overflow. Clip the gradients, "
+        "lower the learning rate, or keep the layers named below in float32 or "
+        "bfloat16."
+    ),
+    "nan": (
+        "NaN without an infinity does not come from the scale. Look for it in the "
+        "forward pass: a division by zero, a logarithm or square root of a number that "
+        "is not positive, an attention row that is masked completely."
+    ),
+}
+_NAN_LATER = (
+    "NaN came after the first alarm: by then the weights were broken, and no scale "
+    "could help."
+)
+
+
+def _about_skips(run: "Summary") -> Iterator[str]:
+    if run.causes.get("loss") and "nan" not in {alarm.kind for alarm in run.alarms}:
+        yield (
+            f"{_steps(run.causes['loss'])} had a loss that was not finite before it "
+            "was scaled, so the scale is not the cause: check the batch and the "
+            "forward pass."
+        )
+    if run.causes.get("headroom"):
+        yield (
+            f"{_steps(run.causes['headroom'])} had gradients that are finite and too "
+            "large for the optimizer to square: clip them."
+        )
+    overflows = run.causes.get("inf", 0) + run.causes.get("nan", 0)
+    if overflows > _MANY * run.steps and overflows > run.backoffs:
+        yield (
+            f"{overflows / run.steps:.1%} of the steps overflowed. Each of them costs "
+            "a batch: start from a lower scale, or lengthen the growth interval."
+        )
+    if run.tensors and (run.alarms or run.skipped_share > _MANY):
+        yield from _about_tensors(run)
+
+
+def _about_tensors(run: "Summary") -> Iterator[str]:
+    worst = run.tensors[0]
+    text = f"{worst.name} was not finite most often, in {_steps(worst.inf + worst.nan)}"
+    if run.bracket is not None:
+        step, broken, finite = run.bracket
+        text += (
+            f". At step {step:,} the backward pass had {finite} finite, and {broken} "
+            "no longer: look between these two"
+        )
+    yield f"{text}."
+
+
+def _about_underflow(run: "Summary") -> Iterator[str]:
+    if run.dtype not in _NARROW or (run.lost_share or 0.0) <= _MUCH:
+        return
+    text = (
+        f"{percent(run.lost_share or 0.0)} of the stored gradients were zero or "
+        "subnormal when they were measured last"
+    )
+    if run.largest_magnitude == 0.0:
+        text += ", and no gradient was above zero in any step: nothing was learned"
+    fixed = run.policy.get("kind") == "fixed"
+    way = "use a dynamic scale, or a higher fixed one" if fixed else "start higher"
+    yield f"{text}. Raise the scale: {way}."
+
+
+_MUCH = 0.5
+
+
+def _about_scale(run: "Summary") -> Iterator[str]:
+    fixed = run.policy.get("kind") == "fixed"
+    low = run.lowest_headroom
+    unused = run.dtype in _NARROW and low is not None and low > 4 * _FEW_BITS
+    if not run.skipped and fixed and unused:
+        yield (
+            f"The largest gradient left {low:.1f} bits of headroom throughout: a scale "
+            f"{number(2.0 ** (int(low or 0) - 1))} times higher would lose less to "
+            "underflow."
+        )
+    infinite = run.causes.get("inf", 0) > run.skipped / 2
+    if infinite and run.last_scale is not None and run.last_scale < 1.0 and not fixed:
+        yield (
+            f"The scale ended at {number(run.last_scale)}. Below 1 it no longer "
+            "protects small gradients: those of this run are too large for their "
+            "format."
+        )
+
+
+def _about_record(run: "Summary") -> Iterator[str]:
+    if run.largest_magnitude is None:
+        yield (
+            "Headroom is not shown because no largest magnitude was recorded: pass "
+            "amax, or ask the scaler to measure it."
+        )
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count:,} steps"

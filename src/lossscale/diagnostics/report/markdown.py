@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report as Markdown, to paste into an issue.
+
+Whatever comes from a run is escaped: it stays text, and stays in its line.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from lossscale.diagnostics.alarms import Alarm
+from lossscale.diagnostics.report.differences import find_differences
+from lossscale.diagnostics.report.summary import Summary
+from lossscale.diagnostics.report.wording import (
+    NOTHING,
+    duration,
+    encodable,
+    number,
+    percent,
+)
+
+_MOST_TENSORS = 20
+_MOST_ALARMS = 20
+_LONGEST = 200
+
+
+def make_markdown(summaries: Sequence[Summary]) -> str:
+    """Return the report of some runs."""
+    lines: list[str] = []
+    for run in summaries:
+        lines += _run(run)
+    if len(summaries) > 1:
+        lines += ["## What differs", "", *_differences(summaries), ""]
+    return encodable("\n".join(lines))
+
+
+def _run(run: Summary) -> Iterator[str]:
+    yield from (f"## {_text(run.title)}", "")
+    yield from _table(["", ""], _facts(run))
+    if run.alarms:
+        yield from ("### Alarms", "")
+        yield from map(_alarm, run.alarms[:_MOST_ALARMS])
+        yield ""
+    if run.advice:
+        yield from ("### What to try", "")
+        yield from (f"- {_text(text)}" for text in run.advice)
+        yield ""
+    if run.tensors:
+        yield from ("### Tensors that were not finite", "")
+        yield from _tensors(run)
+
+
+def _facts(run: Summary) -> list[list[str]]:
+    causes = ", ".join(
+        f"{number(count)} {cause}" for cause, count in run.causes.items()
+    )
+    skipped = f"{number(run.skipped)} ({percent(run.skipped_share)})"
+    scale = (
+        f"{number(run.first_scale)} to {number(run.last_scale)}, between "
+        f"{number(run.lowest_scale)} and {number(run.highest_scale)}"
+    )
+    low = run.lowest_headroom
+    return [
+        ["steps", f"{number(run.steps)} in {duration(run.seconds)}"],
+        ["skipped", f"{skipped}: {causes}" if causes else skipped],
+        ["scale", scale],
+        ["growths, back-offs", f"{number(run.growths)}, {number(run.backoffs)}"],
+        ["loss", f"{number(run.first_loss)} to {number(run.last_loss)}"],
+        ["largest norm", number(run.largest_norm)],
+        ["lowest headroom", NOTHING if low is None else f"{low:.1f} bits"],
+        ["format, device", f"{run.dtype}, {run.device}"],
+        ["policy", _settings(run.policy)],
+        ["versions", _settings(run.versions)],
+    ]
+
+
+def _settings(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in values.items() if v is not None) or NOTHING
+
+
+def _alarm(alarm: Alarm) -> str:
+    good = "unknown" if alarm.last_good_step is None else f"{alarm.last_good_step:,}"
+    return (
+        f"- step {alarm.step:,}, **{_text(alarm.kind)}**: {_text(alarm.message)} "
+        f"Last step with good weights: {good}."
+    )
+
+
+def _tensors(run: Summary) -> Iterator[str]:
+    rows = [
+        [
+            tensor.name,
+            *map(number, (tensor.inf, tensor.nan, tensor.headroom)),
+            *(f"{step:,}" for step in (tensor.first, tensor.last)),
+        ]
+        for tensor in run.tensors[:_MOST_TENSORS]
+    ]
+    yield from _table(["tensor", "inf", "NaN", "too large", "first", "last"], rows)
+    more = len(run.tensors) - len(rows)
+    if more > 0:
+        yield from (f"{more:,} more.", "")
+
+
+def _differences(summaries: Sequence[Summary]) -> Iterator[str]:
+    rows = [[row.name, *row.values] for row in find_differences(summaries)]
+    yield from _table(["", *(run.title for run in summaries)], rows)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield _row(heads)
+    yield _row(["---"] * len(heads))
+    yield from map(_row, rows)
+    yield ""
+
+
+def _row(cells: Sequence[str]) -> str:
+    shown = (cell if cell == "---" else _text(cell) for cell in cells)
+    return f"| {' | '.join(shown)} |"
+
+
+def _text(text: str) -> str:
+    """Return text that Markdown shows as it is, in one line."""
+    line = " ".join(text.split())
+    if len(line) > _LONGEST:
+        line = f"{line[:_LONGEST]}..."
+    return _SPECIAL.sub(r"\\\g<0>", line).replace("&", "&amp;").replace("<", "&lt;")
+
+
+_SPECIAL = re.compile(r"[\\`*\[\]|#~$@]|(?<!\w)_|_(?!\w)")
+"""What has a meaning in Markdown; `_` has none inside a word."""

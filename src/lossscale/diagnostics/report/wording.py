@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers as a person reads them."""
+
+from math import frexp, isfinite, isnan
+
+NOTHING = "\u2013"
+"""Shown where there is no number: a dash."""
+
+_THOUSAND = 1e3
+_LONG = 1e8
+_SUPERSCRIPTS = str.maketrans(
+    "-0123456789", "\u207b\u2070\xb9\xb2\xb3\u2074\u2075\u2076\u2077\u2078\u2079"
+)
+_SMALL = 1e-3
+_HALF = 0.5
+
+
+def encodable(text: str) -> str:
+    """Return text that UTF-8 can hold; a name may have half a character in it."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def number(value: float | None) -> str:
+    """Return a number: whole ones with commas, powers of two that are long as such."""
+    if value is None:
+        return NOTHING
+    if not isfinite(value):
+        return "NaN" if isnan(value) else f"{value:f}"
+    if float(value).is_integer() and abs(value) < _LONG:
+        return f"{int(value):,}"
+    mantissa, exponent = frexp(value)
+    long = abs(value) >= _LONG or abs(value) < _SMALL
+    if long and mantissa == _HALF:
+        return f"2{str(exponent - 1).translate(_SUPERSCRIPTS)}"
+    return f"{value:,.0f}" if _THOUSAND <= abs(value) < _LONG else f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    """Return a share as per cent, with enough digits to tell it from nothing."""
+    hundred = 100 * share
+    if 0 < hundred < 0.01:  # noqa: PLR2004
+        return "< 0.01 %"
+    return f"{hundred:.2f} %" if 0 < hundred < 1 else f"{hundred:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as hours, minutes and seconds, the largest two of them."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    if hours:
+        return f"{hours:,} h {minutes} min"
+    if minutes:
+        return f"{minutes} min {whole % 60} s"
+    return f"{seconds:.1f} s"

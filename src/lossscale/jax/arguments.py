@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation of arguments: policies, states, argument positions, flags."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lossscale.core.policies import Policy
+from lossscale.core.state import Array, ScaleState
+from lossscale.core.validation import format_value
+from lossscale.errors import GradientError, SettingError, SettingTypeError, StateError
+
+
+def check_policy(policy: object) -> None:
+    """Raise unless this is a policy, before anything is traced."""
+    if isinstance(policy, type) or not isinstance(policy, Policy):
+        message = (
+            "policy must be a policy, such as lossscale.Dynamic(), got "
+            f"{format_value(policy)}."
+        )
+        raise SettingTypeError(message)
+
+
+def check_state(state: object) -> None:
+    """Raise unless this is a state: arguments of a step are easily swapped."""
+    if isinstance(state, ScaleState):
+        return
+    message = (
+        f"The state is a {type(state).__name__}, expected the ScaleState that "
+        "init(policy) or the previous step returned. The state is the first argument "
+        "of a step, as in step(state, params, batch), and the second of "
+        "scale(loss, state), unscale(grads, state) and update(policy, state, signal)."
+    )
+    raise StateError(message)
+
+
+def normalize_argnums(name: str, argnums: Any) -> int | tuple[int, ...]:
+    """Return argument positions as Python integers: one, or a tuple of them."""
+    try:
+        return operator.index(argnums)
+    except TypeError:
+        pass
+    try:
+        return tuple(operator.index(position) for position in argnums)
+    except TypeError:
+        message = (
+            f"{name} must be a position of an argument, such as 0, or several, such "
+            f"as (0, 1), got {format_value(argnums)}."
+        )
+        raise SettingTypeError(message) from None
+
+
+def get_argument(name: str, args: tuple[Any, ...], position: int) -> Any:
+    """Return the argument at a position, or raise."""
+    if -len(args) <= position < len(args):
+        return args[position]
+    message = (
+        f"{name}={position}, and the function was called with {len(args)} positional "
+        "arguments. Positions count from 0, without the state."
+    )
+    raise SettingError(message)
+
+
+def to_flags(finite: Array) -> jax.Array:
+    """Return flags as a boolean array, or raise if they have no meaning as flags.
+
+    A step that is mistaken for a finite one is applied, so nothing is guessed: NaN,
+    None, text and a whole `Signal` have a truth value in Python, and no meaning here. A
+    traced flag of NaN or infinity counts as not finite.
+    """
+    is_concrete = isinstance(
+        finite, (bool, int, float, np.bool_, np.number, np.ndarray)
+    )
+    if (
+        not (is_concrete or isinstance(finite, jax.Array))
+        or getattr(jnp.result_type(finite), "kind", "") not in tuple("biuf")
+        or (is_concrete and np.isnan(finite).any())
+    ):
+        message = f"finite must be one boolean, got {format_value(finite)}."
+        raise GradientError(message)
+    flags = jnp.asarray(finite)
+    if flags.dtype == jnp.bool_:
+        return flags
+    return (flags != 0) & jnp.isfinite(flags)
+
+
+def to_flag(finite: Array) -> jax.Array:
+    """Return one flag as a boolean scalar array, or raise."""
+    flags = to_flags(finite)
+    if flags.size != 1:
+        message = f"finite must be one boolean, got {format_value(finite)}."
+        raise GradientError(message)
+    return flags.reshape(())

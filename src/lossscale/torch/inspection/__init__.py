@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One read of an optimizer's gradients: finite or not, norm, largest magnitude.
+
+request.py         what to measure
+inspector.py       GradientInspector: collect, measure, decide over ranks
+groups.py          GradientGroups: by device, backend and sharding
+ranked.py          the same summary on all ranks
+summary.py         GradientSummary: the result, on the host or in one small buffer
+pinned_pool.py     host memory for asynchronous copies
+headroom.py        how large a gradient each optimizer can hold
+layout_cache.py    whether the gradients are laid out as a step ago
+eager.py           torch's operations: any device, and the oracle of the kernels
+kernel_backend.py  where the Triton kernels can be used
+kernels/           Triton kernels
+custom_ops.py      torch.ops.lossscale, for compiled functions
+"""

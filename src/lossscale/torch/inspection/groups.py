@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GradientGroups`: the gradients of an optimizer, grouped by what can read them.
+
+The groups are made when the layout of the gradients changes, and kept as long as it
+stays. A group has one device, one backend and one sharding: the Triton kernels read
+what they can, torch's own operations the rest (sparse, complex, strided with gaps,
+other devices). Of a DTensor the shard of this rank is read; other tensor subclasses are
+left to torch.
+"""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lossscale.errors import ContextError
+from lossscale.torch.devices import is_capturing
+from lossscale.torch.inspection import eager, kernel_backend
+from lossscale.torch.inspection.layout_cache import layout_of
+from lossscale.torch.inspection.request import LIMITS, InspectionRequest
+from lossscale.torch.inspection.summary import (
+    FACTOR,
+    FOUND_INF,
+    HEADER,
+    GradientSummary,
+)
+from lossscale.torch.torch_internals import uncoalesced_values
+
+if TYPE_CHECKING:
+    from lossscale.torch.inspection.kernels.launch import GroupKernels, Tables
+
+Sharding = tuple[int, ...]
+"""The process groups of a reduction plan over which a gradient is sharded; empty if
+every rank has all of it."""
+
+FoundInf = dict[torch.device, torch.Tensor]
+"""torch's `found_inf_per_device`: 0.0 or 1.0 for each device."""
+
+
+class CarriedScale(NamedTuple):
+    """The scale that gradients carry: as it is, or as its inverse."""
+
+    scale: torch.Tensor | None
+    inverse: torch.Tensor | None = None
+
+    @property
+    def known(self) -> torch.Tensor:
+        """Whichever of the two is given."""
+        known = self.inverse if self.scale is None else self.scale
+        if known is None:
+            message = "neither the scale nor its inverse is given"
+            raise AssertionError(message)
+        return known
+
+    def both(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scale and its inverse."""
+        if self.inverse is None:
+            return self.known, invert(self.known)
+        return invert(self.inverse) if self.scale is None else self.scale, self.inverse
+
+    def on_host(self) -> tuple[float, float]:
+        """Return both as Python numbers."""
+        number: float = self.known.item()
+        other = eager.invert_on_host(number)
+        return (number, other) if self.inverse is None else (other, number)
+
+
+class Group(NamedTuple):
+    """Gradients that are read together."""
+
+    device: torch.device
+    indices: list[int]
+    """Their positions among all gradients."""
+    kernels: "GroupKernels | None"
+    """`None` where torch's operations read them."""
+    is_dense: bool
+    """Whether they are strided real tensors."""
+    sharding: Sharding
+
+
+class GradientGroups:
+    """The gradients of one optimizer, in groups."""
+
+    def __init__(
+        self,
+        grads: list[torch.Tensor],
+        kept_tables: "list[Tables]",
+        shardings: list[Sharding] | None = None,
+    ) -> None:
+        """Group gradients.
+
+        Args:
+            grads: The gradients; of DTensors, the shards of this rank.
+            kept_tables: Where to keep the tables that a CUDA graph will read.
+            shardings: The sharding of each of them, if other ranks have parts of them.
+        """
+        self._layout = layout_of(grads)
+        self._count = len(grads)
+        self._shardings = shardings
+        self.is_overlapping = any(map(_is_overlapping, grads))
+        self.is_foreign = any(not _is_plain(grad) for grad in grads)
+        """Whether a gradient is of a tensor subclass that only torch can unscale."""
+        self.half_indices = [
+            index for index, grad in enumerate(grads) if grad.dtype is torch.float16
+        ]
+        self.has_sparse = any(grad.layout is torch.sparse_coo for grad in grads)
+        self.groups: list[Group] = []
+        self.bounds: list[float] = []
+        """What each gradient may be once unscaled; see `headroom.py`."""
+        self.states_seen: int | None = None
+        """How many parameters had an optimizer state when the bounds were set."""
+        self._orders: dict[torch.device, torch.Tensor] = {}
+        self._host_layout: eager.HostLayout | None = None
+        """If all gradients are in the host's memory."""
+        if self.is_foreign:
+            return
+        self.bounds = [LIMITS[to_dense(grad).dtype] for grad in grads]
+        indices: dict[tuple[torch.device, bool, Sharding], list[int]]
+        indices = defaultdict(list)
+        for index, grad in enumerate(grads):
+            readable = kernel_backend.can_read(grad)
+            sharding = () if shardings is None else shardings[index]
+            indices[grad.device, readable, sharding].append(index)
+        for (device, readable, sharding), members in indices.items():
+            kernels = None
+            if readable:
+                own = [self.bounds[index] for index in members]
+                kernels = kernel_backend.make_kernels(kept_tables, own)
+            is_dense = all(_is_dense(grads[index]) for index in members)
+            self.groups.append(Group(device, members, kernels, is_dense, sharding))
+        self.is_single = len(self.groups) == 1
+        first = self.groups[0] if self.groups else None
+        self.is_on_host = (
+            first is not None
+            and self.is_single
+            and first.kernels is None
+            and first.device.type == "cpu"
+        )
+        """Whether torch's operations read all of them, in the host's memory."""
+
+    def fits(
+        self, grads: list[torch.Tensor], shardings: list[Sharding] | None = None
+    ) -> bool:
+        """Whether gradients are still laid out and sharded as these were."""
+        return (
+            len(grads) == self._count
+            and self._shardings == shardings
+            and self._layout.check(*grads)
+        )
+
+    def set_bounds(self, bounds: list[float]) -> None:
+        """Set what each gradient may be once unscaled."""
+        if bounds == self.bounds:
+            return
+        self.bounds, self._host_layout = bounds, None
+        for group in self.groups:
+            if group.kernels is not None:
+                group.kernels.set_bounds([bounds[index] for index in group.indices])
+
+    # -- measuring ---------------------------------------------------------------------
+
+    def measure(
+        self,
+        grads: list[torch.Tensor],
+        carried: CarriedScale,
+        request: InspectionRequest,
+    ) -> tuple[GradientSummary, FoundInf]:
+        """Return the summary of all gradients, and the flag of each device.
+
+        Args:
+            grads: Gradients of the layout that these groups were made for.
+            carried: The scale that they carry.
+            request: What to measure.
+        """
+        if self.is_on_host:
+            return self._measure_on_host(grads, carried, request)
+        buffers = self.measure_groups(grads, carried, request)
+        device = carried.known.device
+        return self.merge(buffers, device, request)
+
+    def _measure_on_host(
+        self,
+        grads: list[torch.Tensor],
+        carried: CarriedScale,
+        request: InspectionRequest,
+    ) -> tuple[GradientSummary, FoundInf]:
+        """Measure gradients that are all in the host's memory."""
+        group = self.groups[0]
+        own = grads if group.is_dense else [to_dense(grad) for grad in grads]
+        scale, inverse = carried.on_host()
+        layout = self._host_layout
+        if layout is None:
+            layout = self._host_layout = eager.HostLayout(own, self.bounds)
+        measured = eager.measure_on_host(own, scale, inverse, request, layout)
+        summary = GradientSummary(*measured, None, self.bounds)
+        flag = measured.numbers[FOUND_INF]
+        return summary, {group.device: make_flag(flag, group.device)}
+
+    def measure_groups(
+        self,
+        grads: list[torch.Tensor],
+        carried: CarriedScale,
+        request: InspectionRequest,
+    ) -> list[torch.Tensor]:
+        """Return the buffer of the summary of each group.
+
+        If there are several, nothing is clipped yet: that takes the norm of all.
+        """
+        part = request if self.is_single else request.for_a_part()
+        buffers = []
+        for group in self.groups:
+            own = self._select(group, grads)
+            if group.kernels is not None:
+                there = carried.known.to(group.device, non_blocking=True)
+                inverted = carried.scale is None
+                buffer = group.kernels.measure(own, there, part, inverted=inverted)
+            else:
+                bounds = [self.bounds[index] for index in group.indices]
+                buffer = _measure_eagerly(own, group.device, carried, part, bounds)
+            buffers.append(buffer)
+        return buffers
+
+    def merge(
+        self,
+        buffers: list[torch.Tensor],
+        device: torch.device,
+        request: InspectionRequest,
+    ) -> tuple[GradientSummary, FoundInf]:
+        """Return the summary of all groups from theirs, and the flag of each device."""
+        if self.is_single:
+            summary = GradientSummary(buffers[0], None, None, self.bounds)
+            return summary, {self.groups[0].device: buffers[0][FOUND_INF]}
+        return self.reorder(eager.combine(buffers, device, request))
+
+    def reorder(self, buffer: torch.Tensor) -> tuple[GradientSummary, FoundInf]:
+        """Return a summary whose tensors are in the optimizer's order, and the flags.
+
+        `eager.combine` returns them in the order of the groups.
+        """
+        if not self.is_single:
+            order = self._order_on(buffer.device)
+            buffer = torch.cat([buffer[:HEADER], buffer[HEADER:][order]])
+        # Each device gets a flag of its own, because callers may write to it.
+        flags = {
+            device: buffer[FOUND_INF].to(device, copy=True)
+            for device in {group.device: None for group in self.groups}
+        }
+        return GradientSummary(buffer, None, None, self.bounds), flags
+
+    def _order_on(self, device: torch.device) -> torch.Tensor:
+        """Return the position of each gradient in the order of the groups."""
+        if device not in self._orders:
+            if is_capturing(device):
+                message = (
+                    "Mixed gradient types cannot be set up during CUDA graph capture. "
+                    "Run one step before capturing."
+                )
+                raise ContextError(message)
+            order = [index for group in self.groups for index in group.indices]
+            positions = torch.tensor(order, device="cpu").argsort()
+            self._orders[device] = positions.to(device)
+        return self._orders[device]
+
+    # -- changing ----------------------------------------------------------------------
+
+    def rescale_(self, grads: list[torch.Tensor], summary: GradientSummary) -> None:
+        """Multiply the gradients by the factor of a summary, in place."""
+        self.multiply_(grads, summary.numbers[FACTOR])
+
+    def multiply_(
+        self, grads: list[torch.Tensor], factor: float | torch.Tensor
+    ) -> None:
+        """Multiply the gradients by one float32 number, in place."""
+        if self._host_layout is not None and isinstance(factor, float):
+            own = self._select(self.groups[0], grads)
+            eager.multiply_on_host_(own, factor, self._host_layout)
+            return
+        for group in self.groups:
+            own = self._select(group, grads)
+            if isinstance(factor, float):
+                eager.multiply_(own, factor)
+                continue
+            there = factor.to(group.device, non_blocking=True)
+            if group.kernels is not None:
+                group.kernels.multiply_(own, there)
+            else:
+                eager.multiply_(own, there)
+
+    def _select(self, group: Group, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the elements of a group's gradients, as dense tensors."""
+        own = grads if self.is_single else [grads[index] for index in group.indices]
+        return own if group.is_dense else [to_dense(grad) for grad in own]
+
+
+def make_flag(value: float, device: torch.device) -> torch.Tensor:
+    """Return a flag as torch's protocol has it: one float32 number."""
+    if device.type == "cpu":  # a copy takes a third of the time
+        return _FLAGS[value].clone()
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+_FLAGS = {
+    value: torch.full((), value, dtype=torch.float32, device="cpu")
+    for value in (0.0, 1.0)
+}
+
+
+def any_flag(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return 1.0 if any flag is not 0, else 0.0, exactly, on a device."""
+    if not flags:
+        return make_flag(0.0, device)
+    # A copy to the host is read at once, so it is waited for.
+    is_late = device.type != "cpu"
+    moved = [
+        flag.to(device, torch.float32, non_blocking=is_late).reshape(())
+        for flag in flags
+    ]
+    largest = moved[0] if len(moved) == 1 else torch.stack(moved).amax()
+    return (largest != 0).to(torch.float32)
+
+
+def invert(scale: torch.Tensor) -> torch.Tensor:
+    """Return 1 / scale in float32, divided in float64 where the device has it."""
+    if scale.device.type == "mps":
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
+
+
+def to_dense(grad: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a gradient as a dense real tensor that shares them."""
+    if grad.layout is torch.sparse_coo:
+        grad = uncoalesced_values(grad)
+    elif grad.layout is not torch.strided:
+        grad = grad.values()
+    if grad.is_complex():
+        # Conjugated or not, the magnitudes are the same, and so is a real factor.
+        return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
+    return grad
+
+
+def _measure_eagerly(
+    grads: list[torch.Tensor],
+    device: torch.device,
+    carried: CarriedScale,
+    request: InspectionRequest,
+    bounds: list[float],
+) -> torch.Tensor:
+    """Return the buffer of a summary that torch's operations make."""
+    if device.type == "cpu":
+        scale_and_inverse = carried.on_host()
+        layout = eager.HostLayout(grads, bounds)
+        numbers, amaxes = eager.measure_on_host(
+            grads, *scale_and_inverse, request, layout
+        )
+        # A part says the magnitude of each tensor, so that the whole can.
+        listed = amaxes or [0.0] * len(grads)
+        return torch.tensor(numbers + listed, dtype=torch.float32, device="cpu")
+    scale, inverse = (number.to(device, non_blocking=True) for number in carried.both())
+    return eager.measure_on_device(grads, scale, inverse, request, bounds)
+
+
+def _is_overlapping(grad: torch.Tensor) -> bool:
+    """Whether several elements of a gradient share memory: it was expanded."""
+    if grad.layout is not torch.strided:
+        return False
+    pairs = zip(grad.stride(), grad.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in pairs)
+
+
+def _is_dense(grad: torch.Tensor) -> bool:
+    """Whether a gradient is what `to_dense` returns."""
+    return grad.layout is torch.strided and not grad.is_complex()
+
+
+def _is_plain(grad: object) -> bool:
+    """Whether a gradient's elements are where its attributes say."""
+    if not isinstance(grad, torch.Tensor):
+        return False
+    if type(grad) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    real = grad.dtype.to_real() if grad.is_complex() else grad.dtype
+    return real in LIMITS

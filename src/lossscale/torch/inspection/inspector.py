@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GradientInspector`: collect the gradients, measure them, decide over ranks.
+
+One walk over the parameters per inspection. It knows nothing of the stages of a step or
+of policies: it receives what to measure and returns an `Inspection`.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lossscale.torch.distributed.consensus import Number
+from lossscale.torch.distributed.dtensor import local_shard, redistribute_grads
+from lossscale.torch.distributed.rank_groups import RankGroups
+from lossscale.torch.distributed.reduction_plan import ReductionPlan, Sharding
+from lossscale.torch.inspection import headroom
+from lossscale.torch.inspection.groups import CarriedScale, FoundInf, GradientGroups
+from lossscale.torch.inspection.ranked import RankContext, measure_over_ranks
+from lossscale.torch.inspection.request import InspectionRequest
+from lossscale.torch.inspection.summary import GRAD_SCALE, NORM, GradientSummary
+
+if TYPE_CHECKING:
+    from lossscale.torch.inspection.kernels.launch import Tables
+
+
+class Collected(NamedTuple):
+    """The gradients of an optimizer, ready to be measured."""
+
+    grads: list[torch.Tensor]
+    """In the order of the parameters; of DTensors, the shards of this rank."""
+    groups: GradientGroups | None
+    """`None` if there is no gradient."""
+    plan: ReductionPlan | None
+    """`None` if this rank decides alone."""
+
+
+@dataclass(eq=False)
+class Inspection:
+    """What one inspection of one optimizer's gradients found, on all ranks."""
+
+    summary: GradientSummary
+    found_inf: FoundInf
+    collected: Collected
+
+    @property
+    def norm(self) -> torch.Tensor:
+        """The norm of the unscaled gradients, on their device."""
+        return as_tensor(self.summary.numbers[NORM])
+
+    @property
+    def grad_scale(self) -> torch.Tensor:
+        """What a fused optimizer divides the gradients by."""
+        return as_tensor(self.summary.numbers[GRAD_SCALE])
+
+    def rescale_(self) -> None:
+        """Multiply the gradients by clip factor and inverse scale, in place."""
+        if self.collected.groups is not None:
+            self.collected.groups.rescale_(self.collected.grads, self.summary)
+
+
+def as_tensor(number: float | torch.Tensor) -> torch.Tensor:
+    """Return a number of a summary as a float32 tensor of no dimension."""
+    if isinstance(number, torch.Tensor):
+        return number
+    return torch.full((), number, dtype=torch.float32, device="cpu")
+
+
+class GradientInspector:
+    """Inspects the gradients of optimizers for one scaler."""
+
+    def __init__(self, rank_groups: RankGroups) -> None:
+        self.rank_groups = rank_groups
+        self._groups: WeakKeyDictionary[torch.optim.Optimizer, GradientGroups]
+        self._groups = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[torch.optim.Optimizer, ReductionPlan]
+        self._plans = WeakKeyDictionary()
+        self._kept_tables: list[Tables] = []
+        """What CUDA graphs read, kept for as long as the scaler is."""
+
+    # -- collecting --------------------------------------------------------------------
+
+    def collect(self, optimizer: torch.optim.Optimizer) -> Collected:
+        """Collect and group the gradients of an optimizer."""
+        plan, shardings, has_shards = None, None, False
+        declared = self.rank_groups
+        if (
+            declared.deciding
+            or declared.shards_over_world
+            or "torch.distributed.tensor" in sys.modules
+        ):
+            found = self._find_plan(optimizer)
+            if found is not None and (found.groups or found.has_dtensors):
+                params = params_of(optimizer)
+                redistribute_grads(params)
+                has_shards = True
+                if found.groups:  # none on a mesh of one rank
+                    plan, shardings = found, found.shardings_of_grads(params)
+        grads = grads_of(optimizer)
+        if has_shards:
+            grads = list(map(local_shard, grads))
+        if not grads:
+            return Collected(grads, None, plan)
+        groups = self._groups_for(optimizer, grads, shardings)
+        if groups.has_sparse:
+            grads = _coalesce_grads(optimizer)
+        states_seen = len(optimizer.state) if hasattr(optimizer, "state") else 0
+        if groups.states_seen != states_seen and not groups.is_foreign:
+            # The bounds depend on the dtypes of the state, which the first step makes.
+            with_grad = [p for p in params_of(optimizer) if p.grad is not None]
+            groups.set_bounds(headroom.find_bounds(optimizer, with_grad))
+            groups.states_seen = states_seen
+        return Collected(grads, groups, plan)
+
+    def plan_for(self, optimizer: torch.optim.Optimizer) -> ReductionPlan | None:
+        """Return which ranks decide about an optimizer; `None` if this one alone."""
+        plan = self._find_plan(optimizer)
+        return plan if plan is not None and plan.groups else None
+
+    def _find_plan(self, optimizer: torch.optim.Optimizer) -> ReductionPlan | None:
+        """Return the plan of an optimizer; `None` if no rank or DTensor is known."""
+        declared = self.rank_groups = self.rank_groups.resolve()
+        if not declared.deciding and "torch.distributed.tensor" not in sys.modules:
+            return None
+        plan: ReductionPlan | None = None
+        with suppress(TypeError):  # the optimizer has no weak references
+            plan = self._plans.get(optimizer)
+        if plan is None or not plan.fits(optimizer.param_groups):
+            plan = ReductionPlan(declared, params_of(optimizer))
+            with suppress(TypeError):
+                self._plans[optimizer] = plan
+        return plan
+
+    def _groups_for(
+        self,
+        optimizer: torch.optim.Optimizer,
+        grads: list[torch.Tensor],
+        shardings: list[Sharding] | None,
+    ) -> GradientGroups:
+        """Return the groups of gradients, made again only if their layout changed."""
+        try:
+            groups = self._groups.get(optimizer)
+        except TypeError:  # the optimizer has no weak references
+            groups = None
+        if groups is None or not groups.fits(grads, shardings):
+            groups = GradientGroups(grads, self._kept_tables, shardings)
+            with suppress(TypeError):
+                self._groups[optimizer] = groups
+        return groups
+
+    # -- measuring ---------------------------------------------------------------------
+
+    def inspect(
+        self,
+        optimizer: torch.optim.Optimizer,
+        collected: Collected,
+        carried: CarriedScale,
+        request: InspectionRequest,
+        of_ranks: Callable[[], RankContext],
+    ) -> tuple[Inspection, Number | None]:
+        """Measure collected gradients, and decide together with other ranks.
+
+        Args:
+            optimizer: Whose gradients they are.
+            collected: What `collect` returned; not of a foreign tensor subclass.
+            carried: The scale that the gradients carry.
+            request: What to measure.
+            of_ranks: Returns what other ranks must know; called only if there are any.
+
+        Returns:
+            The inspection, and whether a loss of any rank was not finite; `None` if
+            this rank decides alone.
+        """
+        grads, groups, plan = collected
+        loss_nonfinite: Number | None = None
+        if plan is None:
+            if groups is None:
+                message = "there is no gradient to inspect"
+                raise AssertionError(message)
+            summary, found_inf = groups.measure(grads, carried, request)
+        else:
+            summary, found_inf, loss_nonfinite = measure_over_ranks(
+                groups, grads, plan, carried, request, of_ranks()
+            )
+        if len(grads) != sum(len(group["params"]) for group in optimizer.param_groups):
+            params = params_of(optimizer)
+            summary.param_indices = [
+                index for index, param in enumerate(params) if param.grad is not None
+            ]
+        return Inspection(summary, found_inf, collected), loss_nonfinite
+
+
+# -- an optimizer's parameters ---------------------------------------------------------
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer, in the order of its groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def has_grads(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any parameter of an optimizer has a gradient."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                return True
+    return False
+
+
+def grads_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the gradients that there are, in the order of the parameters."""
+    return [
+        grad
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if (grad := param.grad) is not None
+    ]
+
+
+def _coalesce_grads(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Add up entries of sparse gradients that have the same index, as optimizers do.
+
+    The sum may be infinite where no summand is.
+    """
+    for param in params_of(optimizer):
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.coalesce()
+    return grads_of(optimizer)

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launching the kernels: tables, launches, and nothing that waits for the device.
+
+Which chunk belongs to which tensor is the same as long as the shapes are, and is kept
+in `Tables`. The addresses of the gradients are compared at every step and copied only
+when they changed, because a backward pass may allocate gradients again.
+"""
+
+import math
+from array import array
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import torch
+import triton.language as tl
+
+from lossscale.torch.devices import device_context, is_capturing
+from lossscale.torch.inspection.kernels import read, summarize
+from lossscale.torch.inspection.request import LIMITS, InspectionRequest
+from lossscale.torch.inspection.summary import HEADER
+from lossscale.torch.torch_internals import all_addresses_equal
+
+Kernel: TypeAlias = Any
+"""A function decorated by `triton.jit`; Triton has no public type for it."""
+
+KINDS = {
+    torch.float32: (0, tl.float32),
+    torch.float16: (1, tl.float16),
+    torch.bfloat16: (2, tl.bfloat16),
+    torch.float64: (3, tl.float64),
+}
+"""The kernels' number of a dtype, and Triton's name of it."""
+
+BLOCK = 4096
+"""How many elements a program takes at a time."""
+LOOPS = 8
+"""How many blocks make a chunk."""
+WARPS = 4
+
+
+class KernelLauncher:
+    """Launches kernels on the same tensors again and again.
+
+    Finding the compiled kernel that fits costs Triton more than launching it: it looks
+    at the alignment of tensors and at integers. Here these are always the same. Tensors
+    that do change are newly allocated, which is aligned, or are read one number at a
+    time, where alignment does not matter.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple[object, ...], Any] = {}
+
+    def launch(
+        self,
+        kernel: Kernel,
+        programs: int,
+        arguments: tuple[object, ...],
+        constants: tuple[object, ...],
+    ) -> None:
+        """Launch a kernel.
+
+        Args:
+            kernel: The kernel.
+            programs: The size of the grid.
+            arguments: Tensors and numbers, in the kernel's order.
+            constants: The compile-time constants that come after them.
+        """
+        key = (id(kernel), constants)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[programs, 1, 1](*arguments, *constants)
+            return
+        compiled = kernel[(programs,)](*arguments, *constants, num_warps=WARPS)
+        if compiled is not None:  # the interpreter compiles nothing
+            self._compiled[key] = compiled
+
+
+class Tables:
+    """What the kernels know about one list of tensors as long as its layout stays."""
+
+    def __init__(self, grads: list[torch.Tensor], bounds: list[float]) -> None:
+        counts = [grad.numel() for grad in grads]
+        dtypes = [grad.dtype for grad in grads]
+        self.device = grads[0].device
+        self.tensors = len(counts)
+        self.is_mixed = len(set(dtypes)) > 1
+        self.dtype = KINDS[dtypes[0]][1]
+        chunks = [-(-count // (BLOCK * LOOPS)) for count in counts]
+        starts = _host(accumulate(chunks, initial=0), torch.int32)
+        self.chunks = int(starts[-1])
+        chunk_tensors = torch.repeat_interleave(
+            _host(range(self.tensors), torch.int32), _host(chunks, torch.int64)
+        )
+        chunk_numbers = _host(range(self.chunks), torch.int32)
+        chunk_numbers = chunk_numbers - starts[chunk_tensors.long()]
+        kinds = _host([KINDS[dtype][0] for dtype in dtypes], torch.int32)
+        limits = _host([LIMITS[dtype] for dtype in dtypes], torch.float64)
+        self._pinned: list[torch.Tensor] = []
+        # One copy for all. The 8-byte numbers come first, so that all are aligned.
+        wide = torch.cat(
+            [
+                _host(counts, torch.int64),
+                limits.view(torch.int64),
+                _host(bounds, torch.float64).view(torch.int64),
+            ]
+        )
+        narrow = torch.cat([starts, kinds, chunk_tensors, chunk_numbers])
+        if len(narrow) % 2:
+            narrow = torch.cat([narrow, narrow[:1]])
+        table = self._pin(torch.cat([wide, narrow.view(torch.int64)]))
+        table = table.to(self.device, non_blocking=True)
+        self.counts, self.limits, self.bounds = _split(
+            table[: 3 * self.tensors], [torch.int64, torch.float64, torch.float64]
+        )
+        sizes = [self.tensors + 1, self.tensors, self.chunks, self.chunks]
+        (self.starts, self.kinds, self.chunk_tensors, self.chunk_numbers, _) = (
+            table[3 * self.tensors :]
+            .view(torch.int32)
+            .split([*sizes, len(narrow) - sum(sizes)])
+        )
+        work = torch.empty(
+            2 * (self.chunks + self.tensors), dtype=torch.float64, device=self.device
+        )
+        self.sums, self.amaxes, self.tensor_sums, self.tensor_amaxes = work.split(
+            [self.chunks, self.chunks, self.tensors, self.tensors]
+        )
+        self.finished = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.pointers = torch.empty(self.tensors, dtype=torch.int64, device=self.device)
+        self.chunk_arguments = (
+            self.pointers,
+            self.counts,
+            self.kinds,
+            self.chunk_tensors,
+            self.chunk_numbers,
+        )
+        """The first arguments of every kernel that reads the gradients."""
+        self.is_aligned = False
+        self._addresses: list[int] = []
+        self._all_indices = list(range(self.tensors))
+
+    def set_addresses(self, grads: list[torch.Tensor]) -> None:
+        """Copy the addresses of the gradients to the device if they changed."""
+        known = self._addresses
+        if (
+            known
+            and all_addresses_equal is not None
+            and all_addresses_equal(grads, known, self._all_indices)
+        ):
+            return
+        addresses = list(map(torch.Tensor.data_ptr, grads))
+        if addresses == known:
+            return
+        # Unknown until they are copied: a failure here is retried at the next step.
+        self._addresses = []
+        host = torch.frombuffer(array("q", addresses), dtype=torch.int64)
+        self.is_aligned = not (host & 15).any()
+        self.pointers.copy_(self._pin(host), non_blocking=True)
+        self._addresses = addresses
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy from which the device can read while the host goes on."""
+        if self.device.type == "cpu":
+            return tensor
+        pinned = tensor.pin_memory()
+        if is_capturing(self.device):
+            # A graph copies from the same host memory at every replay.
+            self._pinned.append(pinned)
+        return pinned
+
+
+def _host(numbers: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers as a tensor of the host, whatever torch's default device is."""
+    return torch.tensor(list(numbers), dtype=dtype, device="cpu")
+
+
+def _split(table: torch.Tensor, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+    """Return equal parts of an int64 table as tensors of 8-byte dtypes."""
+    parts = table.split(len(table) // len(dtypes))
+    return [part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+
+
+class GroupKernels(KernelLauncher):
+    """The kernels for one group of gradients whose layout stays."""
+
+    def __init__(self, kept_tables: list[Tables], bounds: list[float]) -> None:
+        """Start without tables.
+
+        Args:
+            kept_tables: Where to keep the tables that a CUDA graph will read.
+            bounds: What each gradient may be once unscaled; see `headroom.py`.
+        """
+        super().__init__()
+        self._tables: Tables | None = None
+        self._kept_tables = kept_tables
+        self._bounds = bounds
+        self._smallest_bound = min(bounds)
+
+    def set_bounds(self, bounds: list[float]) -> None:
+        """Set what each gradient may be once unscaled."""
+        self._bounds, self._tables = bounds, None
+        self._smallest_bound = min(bounds)
+
+    def measure(
+        self,
+        grads: list[torch.Tensor],
+        scale: torch.Tensor,
+        request: InspectionRequest,
+        *,
+        inverted: bool,
+    ) -> torch.Tensor:
+        """Return the buffer of a summary.
+
+        Args:
+            grads: Dense real tensors of one device, always of the same layout.
+            scale: The scale that they carry: one float32 number, on that device.
+            request: What to measure.
+            inverted: Whether `scale` is the inverse.
+        """
+        tables = self._tables_of(grads)
+        buffer = torch.empty(
+            HEADER + tables.tensors, dtype=torch.float32, device=tables.device
+        )
+        with device_context(tables.device):
+            if tables.chunks:
+                self.launch(
+                    read.read,
+                    tables.chunks,
+                    (*tables.chunk_arguments, scale, tables.sums, tables.amaxes),
+                    (
+                        tables.dtype,
+                        tables.is_mixed,
+                        inverted,
+                        request.unscale_in_place,
+                        tables.is_aligned,
+                        BLOCK,
+                        LOOPS,
+                    ),
+                )
+            self.launch(
+                summarize.summarize,
+                tables.tensors,
+                (
+                    tables.starts,
+                    tables.limits,
+                    tables.bounds,
+                    tables.sums,
+                    tables.amaxes,
+                    tables.tensor_sums,
+                    tables.tensor_amaxes,
+                    scale,
+                    buffer,
+                    tables.finished,
+                    tables.tensors,
+                    float(request.max_norm),
+                ),
+                (
+                    request.norm_type != math.inf,
+                    request.max_norm < math.inf,
+                    request.compares_with(self._smallest_bound),
+                    request.as_grad_scale,
+                    inverted,
+                ),
+            )
+        return buffer
+
+    def multiply_(self, grads: list[torch.Tensor], factor: torch.Tensor) -> None:
+        """Multiply the gradients by one float32 number of their device, in place."""
+        tables = self._tables_of(grads)
+        if tables.chunks:
+            with device_context(tables.device):
+                self.launch(
+                    read.multiply,
+                    tables.chunks,
+                    (*tables.chunk_arguments, factor),
+                    (tables.dtype, tables.is_mixed, tables.is_aligned, BLOCK, LOOPS),
+                )
+
+    def _tables_of(self, grads: list[torch.Tensor]) -> Tables:
+        """Return the tables, with the present addresses of the gradients."""
+        tables = self._tables
+        in_graph = is_capturing(grads[0].device)
+        if tables is None or in_graph:
+            tables = Tables(grads, self._bounds)
+            if in_graph:
+                # A graph gets tables of its own, which never change.
+                self._kept_tables.append(tables)
+            else:
+                self._tables = tables
+        tables.set_addresses(grads)
+        return tables

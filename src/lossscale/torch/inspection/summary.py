@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GradientSummary`: what one inspection of one optimizer's gradients found.
+
+Ten numbers about all gradients, then one per tensor: its largest magnitude, still
+scaled (NaN or infinity if it is not finite; infinity also if only unscaling would make
+it so). On a CPU they are Python floats in a list. On a device they are one float32
+buffer, which the kernels and the eager backend write alike, and which is copied to the
+host without a wait: `publish` starts the copy, `is_ready` asks for it, `on_host` waits
+for it.
+
+`numbers[NORM]` is a float or a tensor of no dimension; both take the same operators.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from lossscale.core.validation import as_float32
+from lossscale.torch.devices import is_capturing
+from lossscale.torch.inspection.pinned_pool import PinnedPool
+
+FOUND_INF = 0
+"""1 if the step must be skipped, else 0; exactly, because optimizers compare with 1."""
+NAN = 1
+"""1 if a gradient is NaN."""
+AMAX = 2
+"""The largest magnitude of the tensors that are finite, still scaled."""
+NORM = 3
+"""The norm, unscaled."""
+GRAD_SCALE = 4
+"""What a fused optimizer divides gradients by: the scale over the clip factor."""
+FACTOR = 5
+"""What gradients are multiplied by in place: the clip factor over the scale."""
+SCALE = 6
+"""The scale that the gradients carry."""
+CLIP = 7
+"""The clip factor: 1 where nothing is clipped."""
+TOO_LARGE = 8
+"""1 if the gradients are finite and too large for the optimizer: the step is skipped,
+and the scale stays."""
+LOSS = 9
+"""1 if the loss was not finite before it was scaled, 0 if it was, or NOT_MEASURED. The
+update of the scale writes it, where the loss is on a device."""
+HEADER = 10
+
+NOT_MEASURED = -1.0
+"""The value of a norm or magnitude that was not measured."""
+
+Numbers = list[float] | torch.Tensor
+"""The header and, on a device, the magnitudes of all tensors after it."""
+
+Reason = Literal["inf", "nan", "loss", "headroom", "not stepped"]
+"""Why a step was not applied."""
+
+
+class HostSummary(NamedTuple):
+    """A summary as Python values."""
+
+    finite: bool
+    nan: bool
+    amax: float | None
+    norm: float | None
+    scale: float
+    clip: float
+    too_large: bool
+    loss_nonfinite: bool | None
+
+
+@dataclass(eq=False)
+class GradientSummary:
+    """The measurements of one optimizer's gradients; see the module."""
+
+    numbers: Numbers
+    amax_per_tensor: list[float] | None = None
+    """On a CPU, if it was measured. On a device it is the end of `numbers`."""
+    param_indices: list[int] | None = None
+    """Which of the optimizer's parameters the tensors belong to; `None` for all."""
+    bounds: list[float] | None = None
+    """What each tensor may be once unscaled; `None` if that was not checked."""
+    is_measured: bool = True
+    """Whether more than the flag was measured."""
+    _copy: torch.Tensor | None = None
+    _event: torch.cuda.Event | None = None
+
+    @classmethod
+    def of_flag(cls, flag: torch.Tensor, scale: torch.Tensor) -> "GradientSummary":
+        """Return a summary that says no more than a flag."""
+        if flag.device.type == "cpu":
+            value, number = float(flag.item() != 0.0), float(scale.item())
+            inverse = 1.0 / number if number else math.inf
+            numbers = [value, 0.0, NOT_MEASURED, NOT_MEASURED, number, inverse]
+            numbers += [number, 1.0, 0.0, NOT_MEASURED]
+            return cls(numbers, is_measured=False)
+        one = torch.ones_like(flag)
+        there = scale.to(flag.device)
+        header = [(flag != 0).to(one.dtype), 0 * one, -one, -one, there, 1 / there]
+        buffer = torch.stack([*header, there, one, 0 * one, -one])
+        return cls(buffer, is_measured=False)
+
+    # -- reading and writing one number ------------------------------------------------
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the numbers are in the host's memory already."""
+        return isinstance(self.numbers, list) or self.numbers.device.type == "cpu"
+
+    def slot(self, index: int) -> torch.Tensor:
+        """Return one number as a tensor; on a device, a view that can be written to."""
+        if isinstance(self.numbers, list):
+            number = self.numbers[index]
+            return torch.full((), number, dtype=torch.float32, device="cpu")
+        return self.numbers[index]
+
+    def overflowed(self) -> torch.Tensor:
+        """Return 1.0 if the step is skipped for more than gradients too large."""
+        return self.slot(FOUND_INF) * (1.0 - self.slot(TOO_LARGE))
+
+    def set_found_inf(self, flag: torch.Tensor) -> None:
+        """Take over a flag that others may have written to."""
+        numbers = self.numbers
+        if isinstance(numbers, list):
+            numbers[FOUND_INF] = flag.item()
+        elif flag.data_ptr() != numbers[FOUND_INF].data_ptr():
+            numbers[FOUND_INF].copy_(flag.reshape(()))
+
+    def set_too_large(self, flag: torch.Tensor) -> None:
+        """Set whether the step is skipped only because of gradients too large."""
+        if isinstance(self.numbers, list):
+            self.numbers[TOO_LARGE] = flag.item()
+        else:
+            self.numbers[TOO_LARGE].copy_(flag)
+
+    def to_buffer(self) -> torch.Tensor:
+        """Return the numbers as one tensor, which this summary has from now on."""
+        if isinstance(self.numbers, list):
+            numbers = self.numbers + (self.amax_per_tensor or [])
+            self.numbers = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+            self.amax_per_tensor = None
+        return self.numbers
+
+    def amaxes_as_tensor(self) -> torch.Tensor:
+        """Return the largest magnitude of each tensor, which was measured."""
+        if isinstance(self.numbers, list):
+            amaxes = self.amax_per_tensor or []
+            return torch.tensor(amaxes, dtype=torch.float32, device="cpu")
+        return self.numbers[HEADER:]
+
+    def is_within_headroom(self, max_norm: float) -> bool:
+        """Whether gradients clipped to a norm are never too large for the optimizer."""
+        return self.bounds is not None and max_norm <= min(self.bounds)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the numbers will not change; a CUDA graph writes its own again."""
+        if isinstance(self.numbers, list):
+            return True
+        return self._event is not None or self.numbers.device.type != "cuda"
+
+    def publish(self, pool: PinnedPool) -> None:
+        """Start a copy to the host.
+
+        There is none in a CUDA graph: the buffer itself is read when asked for.
+        """
+        numbers = self.numbers
+        if isinstance(numbers, list) or numbers.device.type != "cuda":
+            return
+        if is_capturing(numbers.device):
+            return
+        self._copy = pool.take(numbers.shape[0])
+        self._copy.copy_(numbers, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(numbers.device))
+
+    def is_ready(self) -> bool:
+        """Whether `on_host` would not wait, as far as that is known."""
+        if self._event is None or isinstance(self.numbers, list):
+            return self.is_final
+        # CUDA forbids the question while a graph is being captured.
+        return not is_capturing(self.numbers.device) and self._event.query()
+
+    def skips_step(self) -> bool:
+        """Whether the step must be skipped; waits as `on_host` does."""
+        numbers = self.numbers
+        if isinstance(numbers, list):
+            return numbers[FOUND_INF] != 0.0
+        return self._values()[FOUND_INF] != 0.0
+
+    def on_host(self) -> HostSummary:
+        """Return the numbers; waits for the device if they have not arrived."""
+        numbers = self._values()
+        loss, norm = numbers[LOSS], numbers[NORM]
+        return HostSummary(
+            finite=numbers[FOUND_INF] == 0.0,
+            nan=numbers[NAN] != 0.0,
+            amax=None if numbers[AMAX] == NOT_MEASURED else numbers[AMAX],
+            # In float32, as the tensor that clipping returns.
+            norm=None if norm == NOT_MEASURED else as_float32(norm),
+            scale=numbers[SCALE],
+            clip=numbers[CLIP],
+            too_large=numbers[TOO_LARGE] != 0.0,
+            loss_nonfinite=None if loss == NOT_MEASURED else loss != 0.0,
+        )
+
+    def nonfinite(self) -> list[tuple[int, Reason]]:
+        """Return which parameters kept the step from being applied, and by what."""
+        numbers = self._values()
+        magnitudes = self.amax_per_tensor or numbers[HEADER:]
+        if numbers[TOO_LARGE] and self.bounds is not None and magnitudes:
+            scale = numbers[SCALE]
+            pairs = enumerate(zip(magnitudes, self.bounds, strict=True))
+            found: list[tuple[int, Reason]] = [
+                (index, "headroom")
+                for index, (magnitude, bound) in pairs
+                if magnitude > bound * scale
+            ]
+        else:
+            found = [
+                (index, "nan" if math.isnan(magnitude) else "inf")
+                for index, magnitude in enumerate(magnitudes)
+                if not math.isfinite(magnitude)
+            ]
+        if self.param_indices is None:
+            return found
+        return [(self.param_indices[index], reason) for index, reason in found]
+
+    def _values(self) -> list[float]:
+        """Return all numbers as Python floats."""
+        if isinstance(self.numbers, list):
+            return self.numbers
+        values = self.numbers
+        if self._event is not None and self._copy is not None:
+            self._event.synchronize()
+            values = self._copy
+        listed: list[float] = values.tolist()
+        return listed

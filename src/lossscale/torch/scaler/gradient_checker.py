@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GradientChecker`: inspects the gradients of an optimizer and records the result.
+
+It refuses gradients that must not be unscaled before anything is changed, leaves tensor
+subclasses to torch's own operation, shares flags with other ranks, and lets a loss that
+was not finite skip the step.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from lossscale.torch.distributed.consensus import Number
+from lossscale.torch.inspection.groups import (
+    CarriedScale,
+    FoundInf,
+    GradientGroups,
+    any_flag,
+    invert,
+    make_flag,
+)
+from lossscale.torch.inspection.inspector import (
+    Collected,
+    GradientInspector,
+    Inspection,
+)
+from lossscale.torch.inspection.ranked import RankContext, reduce_flags
+from lossscale.torch.inspection.request import InspectionRequest
+from lossscale.torch.inspection.summary import GradientSummary
+from lossscale.torch.scaler.iteration import Iteration, OptimizerStep
+from lossscale.torch.scaler.options import ScalerOptions
+from lossscale.torch.scaler.scale_update import ScaleUpdate
+
+UnscaleByTorch: TypeAlias = Callable[..., dict[torch.device, torch.Tensor]]
+"""`torch.amp.GradScaler._unscale_grads_` of the scaler."""
+
+
+class LiveState(NamedTuple):
+    """What changes from call to call: the scaler's tensors and its iteration."""
+
+    scale: torch.Tensor | None
+    growth_tracker: torch.Tensor | None
+    iteration: Iteration
+    update: ScaleUpdate
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The scale, which exists by now."""
+        if self.scale is None:
+            message = "the scale is not on a device yet"
+            raise AssertionError(message)
+        return self.scale
+
+    def for_ranks(self) -> RankContext:
+        """Return what ranks must share besides their gradients."""
+        return RankContext(
+            self.scale,
+            self.growth_tracker,
+            self.iteration.loss_nonfinite,
+            wants_amax=not self.update.is_builtin,
+        )
+
+
+class GradientChecker:
+    """Checks the gradients of optimizers for one scaler."""
+
+    def __init__(
+        self, options: ScalerOptions, unscale_by_torch: UnscaleByTorch
+    ) -> None:
+        self._options = options
+        self._unscale_by_torch = unscale_by_torch
+        self.inspector = GradientInspector(options.rank_groups)
+
+    def check(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: OptimizerStep | None,
+        request: InspectionRequest,
+        live: LiveState,
+        *,
+        allow_fp16: bool,
+        inverse: torch.Tensor | None = None,
+        collected: Collected | None = None,
+    ) -> tuple[FoundInf, Inspection | None]:
+        """Inspect the gradients of an optimizer.
+
+        Args:
+            optimizer: The optimizer.
+            step: Its step, if it has begun one: the summary is recorded there.
+            request: What to measure.
+            live: The scaler's tensors and iteration.
+            allow_fp16: Whether float16 gradients may be unscaled.
+            inverse: What unscales them, if not the scaler's scale.
+            collected: Its gradients, if they were collected already.
+
+        Returns:
+            The flag of each device; and the inspection, unless torch's own operation
+            had to check the gradients, or there are none.
+        """
+        if collected is None:
+            collected = self.inspector.collect(optimizer)
+        _, groups, plan = collected
+        if groups is None and plan is None:
+            return self._flags_without_gradients(step, live), None
+        if groups is not None and (groups.half_indices or groups.is_overlapping):
+            self._refuse(optimizer, step, groups, allow_fp16=allow_fp16)
+        request = self._complete(request, live.update)
+        try:
+            if groups is not None and groups.is_foreign:
+                flags = self._check_by_torch(optimizer, request, live, inverse)
+                return self.share_flags(optimizer, flags, live), None
+            carried = CarriedScale(None if inverse is not None else live.scale, inverse)
+            inspection, loss = self.inspector.inspect(
+                optimizer, collected, carried, request, live.for_ranks
+            )
+            if loss is not None:
+                keep_loss_of_ranks(loss, live)
+            elif live.iteration.loss_nonfinite is not None:
+                raise_flags(inspection.found_inf, live.iteration.loss_nonfinite)
+        except BaseException:
+            if request.unscale_in_place and step is not None:
+                step.mark_failed()
+            raise
+        if step is not None:
+            step.record(inspection.summary)
+        return inspection.found_inf, inspection
+
+    def share_flags(
+        self, optimizer: torch.optim.Optimizer, found_inf: FoundInf, live: LiveState
+    ) -> FoundInf:
+        """Return flags that all ranks share, from flags that were found without us."""
+        plan = self.inspector.plan_for(optimizer)
+        if plan is None:
+            return found_inf
+        own = any_flag(list(found_inf.values()), live.tensor.device)
+        (skips, *_), loss = reduce_flags(plan, own, None, live.for_ranks())
+        keep_loss_of_ranks(loss, live)
+        for flag in found_inf.values():
+            flag.copy_(skips.expand_as(flag))
+        return found_inf or {skips.device: skips}
+
+    def _complete(
+        self, request: InspectionRequest, update: ScaleUpdate
+    ) -> InspectionRequest:
+        """Add what the options and the policy want measured."""
+        options, reads = self._options, not update.is_builtin
+        if options.measure_norm or reads:
+            request = request._replace(measure_norm=True)
+        if options.measure_amax or reads:
+            request = request._replace(measure_amax=True)
+        return request
+
+    def _flags_without_gradients(
+        self, step: OptimizerStep | None, live: LiveState
+    ) -> FoundInf:
+        """Return the flags of a step without any gradient."""
+        if not self._options.ignores_no_gradients or live.scale is None:
+            return {}
+        flag = make_flag(0.0, live.scale.device)
+        if step is not None:
+            step.record(GradientSummary.of_flag(flag, live.scale))
+        return {flag.device: flag}
+
+    def _check_by_torch(
+        self,
+        optimizer: torch.optim.Optimizer,
+        request: InspectionRequest,
+        live: LiveState,
+        inverse: torch.Tensor | None,
+    ) -> FoundInf:
+        """Leave tensor subclasses to torch's own operation."""
+        device = (live.tensor if inverse is None else inverse).device
+        zero = torch.zeros((), dtype=torch.float32, device=device)
+        if not request.unscale_in_place:
+            inverse = torch.ones_like(zero)
+        elif inverse is None:
+            inverse = invert(live.tensor)
+        flags = self._unscale_by_torch(optimizer, inverse, zero, True)
+        if live.iteration.loss_nonfinite is not None:
+            raise_flags(flags, live.iteration.loss_nonfinite)
+        return flags
+
+    def _refuse(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: OptimizerStep | None,
+        groups: GradientGroups,
+        *,
+        allow_fp16: bool,
+    ) -> None:
+        """Raise for gradients that must not be unscaled; nothing has been changed."""
+        is_half = bool(groups.half_indices) and not allow_fp16
+        if step is not None and (is_half or groups.is_overlapping):
+            step.is_unscaling = False
+        if is_half:
+            self._refuse_half(optimizer, groups.half_indices)
+        if groups.is_overlapping:
+            message = (
+                "unsupported operation: more than one element of the written-to tensor "
+                "refers to a single memory location. Please clone() the tensor before "
+                "performing the operation. (It is a gradient that was expanded.)"
+            )
+            raise RuntimeError(message)
+
+    def _refuse_half(
+        self, optimizer: torch.optim.Optimizer, half_indices: list[int]
+    ) -> None:
+        """Raise, with the names of the float16 gradients and what to do about them."""
+        params = [
+            param for group in optimizer.param_groups for param in group["params"]
+        ]
+        with_grad = [i for i, param in enumerate(params) if param.grad is not None]
+        listed = [
+            self._options.names.name_of(optimizer, with_grad[index])
+            for index in half_indices[:6]
+        ]
+        more = len(half_indices) - len(listed)
+        message = (
+            "Attempting to unscale FP16 gradients. The gradients of "
+            f"{', '.join(listed)}{f' and {more} more' if more else ''} are float16. "
+            "Either keep the parameters in float32 and run the forward pass under "
+            "torch.autocast, or, to unscale them in float16 all the same, write "
+            "GradScaler(..., allow_fp16=True)."
+        )
+        raise ValueError(message)
+
+
+def keep_loss_of_ranks(loss: Number, live: LiveState) -> None:
+    """Keep whether a loss of any rank was not finite, if the policy asks."""
+    if live.update.checks_loss:
+        live.iteration.loss_nonfinite = torch.as_tensor(
+            loss, dtype=torch.float32, device=live.tensor.device
+        )
+
+
+def raise_flags(found_inf: FoundInf, other: torch.Tensor) -> None:
+    """Set every flag that another one implies."""
+    for flag in found_inf.values():
+        torch.maximum(flag, other.to(flag.device), out=flag)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StepHistory`: delivers reports in order, and warns when nothing is being trained.
+
+Reports go to the `on_step` callback, to the schedulers that ask for applied steps, and
+to the collapse warning, as they arrive on the host.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from lossscale.errors import CollapseError, CollapseWarning
+from lossscale.torch.calls import stack_level_of_caller
+from lossscale.torch.scaler.report import OptimizerRef, StepReport, is_same_optimizer
+
+OnStep: TypeAlias = Callable[[StepReport], object]
+"""Called with the report of every step, in order, when it has arrived."""
+
+
+class StepHistory:
+    """The reports of a scaler: those on their way, and the last one."""
+
+    def __init__(
+        self,
+        on_step: OnStep | None,
+        max_consecutive_skips: int | None,
+        *,
+        raises_on_collapse: bool,
+    ) -> None:
+        self.last: StepReport | None = None
+        self._on_step = on_step
+        self._max_consecutive_skips = max_consecutive_skips
+        self._raises_on_collapse = raises_on_collapse
+        self._pending: deque[StepReport] = deque()
+        self._delivered: deque[tuple[int, list[tuple[OptimizerRef, bool]]]]
+        self._delivered = deque(maxlen=4096)
+        """Which optimizers took which steps."""
+        self._skipped: deque[StepReport] = deque(maxlen=256)
+        self._consecutive_skips = 0
+
+    def cleared(self) -> "StepHistory":
+        """Return an empty history with the same limits and no callback."""
+        return StepHistory(
+            None,
+            self._max_consecutive_skips,
+            raises_on_collapse=self._raises_on_collapse,
+        )
+
+    def add(self, report: StepReport, *, on_host: bool) -> None:
+        """Take a report, and deliver those that have arrived.
+
+        Args:
+            report: The report.
+            on_host: Whether its numbers are on the host already.
+        """
+        self.last = report
+        if on_host and not self._pending:
+            self._deliver(report)
+            return
+        self.deliver_ready()
+        if report.is_final:  # not captured in a CUDA graph
+            self._pending.append(report)
+        if on_host:
+            self.deliver_ready()
+
+    def deliver_ready(self, *, wait: bool = False) -> None:
+        """Deliver the reports that have arrived, in order.
+
+        Args:
+            wait: Wait for the device until all of them have.
+
+        Raises:
+            CollapseError: If that many consecutive steps were skipped.
+        """
+        while self._pending and (wait or self._pending[0].is_ready()):
+            self._deliver(self._pending.popleft())
+
+    def count_applied_since(
+        self, index: int, optimizer: torch.optim.Optimizer
+    ) -> tuple[int, int]:
+        """Return how many steps after one an optimizer took, and the last known."""
+        count, last = 0, index
+        for number, outcomes in reversed(self._delivered):  # the newest first
+            if number <= index:
+                break
+            last = max(last, number)
+            count += any(
+                applied
+                for reference, applied in outcomes
+                if is_same_optimizer(reference(), optimizer)
+            )
+        return count, last
+
+    def _deliver(self, report: StepReport) -> None:
+        outcomes = report.outcomes()
+        self._delivered.append((report.index, outcomes))
+        if self._on_step is not None:
+            self._on_step(report)
+        if all(applied for _, applied in outcomes):
+            if self._consecutive_skips:
+                self._skipped.clear()
+                self._consecutive_skips = 0
+        elif report.reason != "not stepped":  # the caller may have stepped it
+            self._count_skip(report)
+
+    def _count_skip(self, report: StepReport) -> None:
+        """Count a skipped step, and warn when there are too many in a row."""
+        self._skipped.append(report)
+        self._consecutive_skips += 1
+        limit = self._max_consecutive_skips
+        if limit is None or self._consecutive_skips % limit:
+            return
+        message = _describe_collapse(self._consecutive_skips, list(self._skipped))
+        if self._raises_on_collapse:
+            raise CollapseError(message)
+        if self._consecutive_skips == limit:
+            warnings.warn(message, CollapseWarning, stacklevel=stack_level_of_caller())
+
+
+def _describe_collapse(count: int, reports: list[StepReport]) -> str:
+    """Return what was seen while all steps were skipped, and what to try."""
+    scales = [f"{report.scale:g}" for report in reports]
+    if len(scales) > _LISTED:
+        scales = [*scales[:3], "...", *scales[-2:]]
+    reasons = [report.reason for report in reports]
+    kinds = ("inf", "nan", "loss", "headroom")
+    counts = [f"{reasons.count(kind)} {kind}" for kind in kinds if kind in reasons]
+    first = list(reports[0].nonfinite.items())[:_LISTED]
+    names = ", ".join(f"{name} ({reason})" for name, reason in first) or "unknown"
+    return (
+        f"{count} consecutive steps were skipped; nothing is being trained. Scales: "
+        f"{', '.join(scales)}. Reasons: {', '.join(counts)}. First tensors that kept a "
+        f"step from being applied: {names}. {_advise(reports[-_LAST:])}"
+    )
+
+
+def _advise(reports: list[StepReport]) -> str:
+    """Return what follows from the last steps, and no more than that."""
+    reasons = {report.reason for report in reports}
+    scales = [report.scale for report in reports]
+    if reasons == {"loss"}:
+        return (
+            "The loss was not finite before it was scaled, so no scale can help: look "
+            "for the cause in the forward pass (float16 activations beyond 65504, a "
+            "division by 0, a model that was trained in bfloat16) or in the weights."
+        )
+    if reasons == {"headroom"}:
+        return (
+            "The unscaled gradients are finite and too large for the optimizer to "
+            "square, so no scale can help: clip them with clip_grad_norm_(), or lower "
+            "the learning rate."
+        )
+    if scales[-1] <= 1.0:
+        return (
+            "The gradients are not finite at a scale of 1 or below, so the scale is "
+            "not the cause: look for it in the backward pass, for example with "
+            "torch.autograd.detect_anomaly(), or keep the named tensors' layers in "
+            "float32."
+        )
+    if scales[0] == scales[-1]:
+        return (
+            "The scale has not moved: give the scaler a lower one, or a policy that "
+            "lowers it."
+        )
+    is_known = all(report.loss_finite for report in reports)
+    start = "The loss was finite, so the" if is_known else "The"
+    return (
+        f"{start} gradients may be overflowing because of the scale, which is still "
+        "being lowered; a NaN can come of that too (inf - inf). Start from a lower "
+        "scale to get there sooner."
+    )
+
+
+_LAST = 3
+"""How many of the last steps the advice is based on."""
+
+_LISTED = 6
+"""How many scales or names a message lists."""

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ScalerOptions`: the constructor's arguments of `GradScaler`, validated once."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NoReturn, TypeAlias
+
+import torch
+
+from lossscale.core import validation
+from lossscale.core.policies import Policy
+from lossscale.core.validation import format_value
+from lossscale.errors import SettingError, SettingTypeError
+from lossscale.torch.distributed.rank_groups import RankGroups
+from lossscale.torch.scaler.param_names import ParamNames
+
+Names: TypeAlias = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
+"""What `model.named_parameters()` returns, or a mapping."""
+
+TorchNumbers: TypeAlias = tuple[float, float, float, int]
+"""torch's initial scale, growth factor, back-off factor and growth interval."""
+
+_TORCH_DEFAULTS: TorchNumbers = (2.0**16, 2.0, 0.5, 2000)
+
+
+@dataclass(frozen=True)
+class ScalerOptions:
+    """How a scaler behaves; nothing of it changes."""
+
+    policy: Policy | None
+    """`None` if torch's numbers describe it."""
+    names: ParamNames
+    ignores_no_gradients: bool
+    """Whether a step without any gradient counts as finite."""
+    allow_fp16: bool
+    measure_norm: bool
+    measure_amax: bool
+    rank_groups: RankGroups
+
+    def to_pickle(self) -> "ScalerOptions":
+        """Return the options without process groups, which cannot be pickled."""
+        over_world = self.rank_groups.shards_over_world
+        return replace(self, rank_groups=RankGroups(shards_over_world=over_world))
+
+
+def check_policy(policy: object, numbers: TorchNumbers) -> Policy | None:
+    """Return a policy, or raise unless it is one and comes alone."""
+    if policy is None:
+        return None
+    if not isinstance(policy, Policy):
+        message = (
+            f"policy must have init() and step(), got {format_value(policy)}. Write "
+            "Dynamic(...), Fixed(...) or presets.get(...)."
+        )
+        raise SettingError(message)
+    if numbers != _TORCH_DEFAULTS:
+        message = (
+            "policy= was given together with init_scale, growth_factor, backoff_factor "
+            "or growth_interval; put these numbers into the policy, such as "
+            "policy=Dynamic(init_scale=1024.0)."
+        )
+        raise SettingError(message)
+    return policy
+
+
+def parse_names(names: Names | None, module: torch.nn.Module | None) -> ParamNames:
+    """Return the names that were given, one way or the other."""
+    if names is not None and module is not None:
+        message = "Pass either names= or module=, not both."
+        raise SettingError(message)
+    if module is not None:
+        if not isinstance(module, torch.nn.Module):
+            message = f"module must be a torch.nn.Module, got {format_value(module)}."
+            raise SettingTypeError(message)
+        return ParamNames(module.named_parameters())
+    if isinstance(names, Mapping):
+        return ParamNames(names.items())
+    return ParamNames(() if names is None else names)
+
+
+def check_callback(on_step: object) -> None:
+    """Raise unless the `on_step` argument can be called."""
+    if on_step is not None and not callable(on_step):
+        message = (
+            f"on_step must be a function of a StepReport, got {format_value(on_step)}."
+        )
+        raise SettingTypeError(message)
+
+
+def refuse_optimizer(method: str, optimizer: object) -> NoReturn:
+    """Raise, because a method was given something that is not an optimizer."""
+    arguments = "optimizer, 1.0" if method == "clip_grad_norm_" else "optimizer"
+    message = (
+        f"{method}() takes the optimizer, got {format_value(optimizer)} "
+        f"({type(optimizer).__name__}). Write scaler.{method}({arguments})."
+    )
+    raise SettingTypeError(message)
+
+
+def check_new_scale(new_scale: object, device: str) -> float | torch.Tensor:
+    """Validate the `new_scale` argument of `update()`."""
+    if isinstance(new_scale, float):
+        return validation.as_float32(validation.check_scale("new_scale", new_scale))
+    expected = (
+        "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+        "torch.FloatTensor with requires_grad=False."
+    )
+    if not isinstance(new_scale, torch.Tensor):
+        message = f"{expected} Got {format_value(new_scale)}; write a float."
+        raise AttributeError(message)  # noqa: TRY004  # which is what torch raises
+    kind = torch.device(device).type
+    if (
+        new_scale.device.type != kind
+        or new_scale.numel() != 1
+        or new_scale.requires_grad
+    ):
+        raise AssertionError(expected)
+    if kind == "cpu":
+        validation.check_scale("new_scale", float(new_scale))
+    return new_scale

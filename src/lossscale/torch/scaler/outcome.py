@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outcome of an iteration: from the flags of its optimizers to a `Signal`.
+
+The scale is lowered by gradients that overflowed, and by micro-batches that did,
+although those skip nothing. It is held if a step was skipped only because finite
+gradients are too large, or, if the policy asks for it, because the loss was not finite.
+"""
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from lossscale.core.state import Signal
+from lossscale.torch.inspection import eager
+from lossscale.torch.inspection.groups import any_flag, make_flag
+from lossscale.torch.inspection.request import InspectionRequest
+from lossscale.torch.inspection.summary import (
+    AMAX,
+    FOUND_INF,
+    LOSS,
+    NAN,
+    NORM,
+    TOO_LARGE,
+    GradientSummary,
+)
+from lossscale.torch.scaler.iteration import Iteration, OptimizerStep, TorchState
+from lossscale.torch.scaler.report import OptimizerOutcome
+from lossscale.torch.scaler.scale_update import HostOutcome, ScaleUpdate, StepOutcome
+
+
+def collect_outcomes(
+    iteration: Iteration,
+    flagged: list[TorchState],
+    scale: torch.Tensor,
+    *,
+    steps_itself: bool,
+) -> list[OptimizerOutcome]:
+    """Return what became of each optimizer, with the flags as they are now.
+
+    Args:
+        iteration: The iteration that ends.
+        flagged: torch's states that have flags.
+        scale: The scale.
+        steps_itself: Whether a subclass overrides `step`, and may not record it.
+    """
+    if not flagged:  # a step without gradients counts as finite
+        flag = make_flag(0.0, scale.device)
+        return [OptimizerOutcome(_unknown, GradientSummary.of_flag(flag, scale))]
+    outcomes = []
+    for state in flagged:
+        flags = list(state["found_inf_per_device"].values())
+        flag = flags[0] if len(flags) == 1 else any_flag(flags, scale.device)
+        step = iteration.step_of(state)
+        stepped = state["stage"] is OptState.STEPPED or steps_itself
+        if step is None or step.summary is None:
+            # An optimizer or a subclass has recorded the flag by itself.
+            summary = GradientSummary.of_flag(flag.reshape(()), scale)
+            outcomes.append(OptimizerOutcome(_unknown, summary, stepped))
+        else:
+            step.summary.set_found_inf(flag)
+            outcomes.append(OptimizerOutcome(step.reference, step.summary, stepped))
+    return outcomes
+
+
+def _unknown() -> None:
+    """Return no optimizer: which one recorded the flag is not known."""
+    return
+
+
+def host_outcome(
+    iteration: Iteration, outcomes: list[OptimizerOutcome], device: torch.device
+) -> HostOutcome:
+    """Return what happened in a step, as Python booleans."""
+    skipped = overflowed = False
+    for outcome in outcomes:
+        numbers = outcome.summary.numbers
+        if numbers[FOUND_INF]:
+            skipped = True
+            overflowed = overflowed or not numbers[TOO_LARGE]
+    loss = iteration.loss_nonfinite
+    if iteration.micro_batches:
+        overflowed = overflowed or any(
+            bool(one.overflowed) for one in iteration.micro_batches
+        )
+        loss = _loss_that_holds(iteration, device)
+    return HostOutcome(
+        overflowed,
+        skipped,
+        skipped and not overflowed,
+        None if loss is None else bool(loss),
+    )
+
+
+def device_outcome(
+    iteration: Iteration, outcomes: list[OptimizerOutcome], device: torch.device
+) -> StepOutcome:
+    """Return what happened in a step, as tensors on a device."""
+    micro_batches = [batch.overflowed for batch in iteration.micro_batches]
+    raw_loss = _merge_losses(iteration.raw_losses, device)
+    first = outcomes[0].summary
+    if len(outcomes) == 1 and not micro_batches:
+        # Views of one summary, at no cost; `too_large` outweighs `found_inf`.
+        found_inf = skipped = first.slot(FOUND_INF).to(device)
+        too_large = first.slot(TOO_LARGE).to(device)
+    else:
+        skipped = any_flag([one.summary.slot(FOUND_INF) for one in outcomes], device)
+        overflowed = [one.summary.overflowed() for one in outcomes]
+        found_inf = any_flag([*overflowed, *micro_batches], device)
+        too_large = skipped * (1.0 - found_inf)
+    return StepOutcome(
+        found_inf=found_inf,
+        skipped=skipped,
+        too_large=too_large,
+        loss_nonfinite=_loss_that_holds(iteration, device),
+        raw_loss=raw_loss,
+        loss_slot=None if raw_loss is None else first.slot(LOSS),
+    )
+
+
+def make_signal(
+    outcome: StepOutcome,
+    outcomes: list[OptimizerOutcome],
+    update: ScaleUpdate,
+    device: torch.device,
+) -> Signal:
+    """Return what a policy reads; measurements only if it may read them."""
+    loss = outcome.loss_nonfinite
+    signal = Signal(
+        finite=outcome.found_inf == 0,
+        loss_finite=None if loss is None else loss == 0,
+        too_large=outcome.too_large != 0,
+    )
+    summaries = [one.summary for one in outcomes]
+    if update.is_builtin or not all(summary.is_measured for summary in summaries):
+        return signal
+    buffers = [summary.to_buffer() for summary in summaries]
+    buffer = buffers[0]
+    if len(buffers) > 1:
+        buffer = eager.combine(buffers, device, InspectionRequest(measure_norm=True))
+    nan, amax, norm = (buffer[index].to(device) for index in (NAN, AMAX, NORM))
+    return signal._replace(nan=nan != 0, amax=amax, norm=norm)
+
+
+def skip_together(steps: list[OptimizerStep], device: torch.device) -> None:
+    """Have all optimizers skip if one of them does."""
+    flags = [flag for step in steps for flag in step.found_inf.values()]
+    skipped = any_flag(flags, device)
+    summaries = [step.summary for step in steps if step.summary is not None]
+    if len(summaries) == len(steps):  # else a subclass has checked by itself
+        overflowed = any_flag([one.overflowed() for one in summaries], device)
+        for summary in summaries:
+            summary.set_too_large(skipped * (1.0 - overflowed))
+    for flag in flags:
+        flag.copy_(skipped)
+
+
+def _loss_that_holds(iteration: Iteration, device: torch.device) -> torch.Tensor | None:
+    """Return 1.0 if a loss that was not finite holds the scale; `None` if unknown.
+
+    It does unless gradients of another micro-batch overflowed as well.
+    """
+    losses = [
+        batch.loss_nonfinite
+        for batch in iteration.micro_batches
+        if batch.loss_nonfinite is not None
+    ]
+    if not losses:
+        return iteration.loss_nonfinite
+    overflowed = [batch.overflowed for batch in iteration.micro_batches]
+    return any_flag(losses, device) * (1.0 - any_flag(overflowed, device))
+
+
+def _merge_losses(
+    losses: list[torch.Tensor], device: torch.device
+) -> torch.Tensor | None:
+    """Return one number that is finite if all losses on the device are."""
+    if not losses:
+        return None
+    flat = [
+        loss.reshape(()).to(device, torch.float32, non_blocking=True) for loss in losses
+    ]
+    return flat[0] if len(flat) == 1 else torch.stack(flat).abs().amax()

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ScaleUpdate`: a policy that advances the scaler's state, in one of three ways.
+
+On a GPU one kernel runs `core/rule.py`. On a CPU Python numbers do, which the host has
+anyway. Everything else, and every policy that is not ours, runs on torch's tensors. The
+results are the same to the bit.
+
+torch multiplies its factors in float64 and rounds once. A scaler that was given torch's
+arguments does that too (`in_float64`); one that was given a policy keeps to the rule,
+which multiplies in float32.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+
+from lossscale import presets
+from lossscale.core.policies import (
+    Dynamic,
+    Fixed,
+    Policy,
+    Settings,
+    Switches,
+    advance,
+)
+from lossscale.core.rule import transition
+from lossscale.core.state import ScaleState, Signal, Where
+from lossscale.core.validation import FLOAT32_MAX, as_float32
+from lossscale.torch.devices import device_context
+from lossscale.torch.inspection import kernel_backend
+
+if TYPE_CHECKING:
+    from lossscale.torch.inspection.kernels.launch import KernelLauncher
+
+_LARGEST_BEFORE_ROUNDING = math.nextafter(FLOAT32_MAX + 2.0**103, 0.0)
+"""The largest float64 number that float32 does not round to infinity."""
+
+_NEVER = 2**31 - 2
+"""Effectively never: larger than any step count."""
+
+
+class StateTensors(NamedTuple):
+    """The tensors that a scaler owns on a device that is not a CPU."""
+
+    scale: torch.Tensor
+    """float32, of no dimension; torch's `_scale`."""
+    good_steps: torch.Tensor
+    """int32, of no dimension; torch's `_growth_tracker`."""
+    bad_steps: torch.Tensor
+    """int32, of no dimension."""
+    counters: torch.Tensor
+    """int32: steps, skipped steps, consecutive skipped steps."""
+    settings: torch.Tensor | None
+    """float64: the numbers that the kernel reads; `None` without a kernel."""
+
+
+class StepOutcome(NamedTuple):
+    """What happened in a step: 0.0, or not 0.0 if it did; float32, of no dimension."""
+
+    found_inf: torch.Tensor
+    """A gradient was not finite."""
+    skipped: torch.Tensor
+    """The step was skipped. Dropping an overflowed micro-batch skips no step."""
+    too_large: torch.Tensor
+    """The step was skipped only because finite gradients are too large."""
+    loss_nonfinite: torch.Tensor | None
+    """The loss was not finite; `None` if the policy does not ask."""
+    raw_loss: torch.Tensor | None = None
+    """The loss before it was scaled, if it is on a device and noted for the report."""
+    loss_slot: torch.Tensor | None = None
+    """Where to note whether it is not finite."""
+
+
+class HostOutcome(NamedTuple):
+    """The same as Python booleans."""
+
+    found_inf: bool
+    skipped: bool
+    too_large: bool
+    loss_nonfinite: bool | None
+
+
+def torch_policy(
+    init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int
+) -> Dynamic:
+    """Return the policy that torch's arguments describe.
+
+    In torch an interval below 1 or beyond int32 is never reached; nor is it here. A
+    factor of 1, which torch's setters and states may hold, moves nothing.
+    """
+    grows, backs_off = growth_factor != 1.0, backoff_factor != 1.0
+    is_whole = isinstance(growth_interval, int) and not isinstance(
+        growth_interval, bool
+    )
+    if not grows or (is_whole and not 0 < growth_interval < _NEVER):
+        growth_interval = _NEVER
+    return replace(
+        presets.get("torch"),
+        init_scale=init_scale,
+        growth_factor=growth_factor if grows else 2.0,
+        backoff_factor=backoff_factor if backs_off else 0.5,
+        growth_interval=growth_interval,
+        hysteresis=1 if backs_off else _NEVER,
+    )
+
+
+def torch_factors(policy: Policy) -> tuple[float, float, int]:
+    """Return torch's three numbers of a policy, for its getters and state dicts.
+
+    A policy that torch could not follow is shown as a scale that stays: that is what
+    torch does with such a state.
+    """
+    if isinstance(policy, Dynamic):
+        factor = policy.backoff_factor or 1.0 / (policy.backoff_divisor or 2.0)
+        return policy.growth_factor, factor, policy.growth_interval
+    return 1.0, 1.0, 2000
+
+
+class ScaleUpdate:
+    """A policy, and how to run it on the state of a scaler."""
+
+    def __init__(self, policy: Policy, *, in_float64: bool) -> None:
+        self.policy = policy
+        # Products with powers of two are exact: there is nothing to round.
+        self._in_float64 = in_float64 and not _is_exact(policy)
+        self.runs_on_host = isinstance(policy, Fixed) or in_float64 or _is_exact(policy)
+        """Whether Python numbers give the same results as float32 tensors."""
+        self.is_builtin = type(policy) in (Fixed, Dynamic)
+        """Whether the policy reads nothing but the flags."""
+        self.checks_loss = bool(getattr(policy, "hold_on_nonfinite_loss", False))
+        self.growth_threshold = 0
+        """While fewer finite steps were counted, and no overflow, a finite step does no
+        more than count."""
+        if isinstance(policy, Dynamic):
+            self.growth_threshold = policy.settings.growth_threshold
+        self._launchers: dict[torch.device, KernelLauncher] = {}
+
+    # -- on the host -------------------------------------------------------------------
+
+    def advance_numbers(self, state: ScaleState, outcome: HostOutcome) -> ScaleState:
+        """Return the next state, of Python numbers."""
+        signal = Signal(
+            finite=not outcome.found_inf,
+            loss_finite=_negate(outcome.loss_nonfinite),
+            too_large=outcome.too_large,
+        )
+        moved = self._advance(state, signal, _pick)
+        return moved._replace(scale=as_float32(moved.scale))
+
+    # -- on tensors --------------------------------------------------------------------
+
+    def advance_tensors(
+        self,
+        tensors: StateTensors,
+        outcome: StepOutcome,
+        signal: Callable[[], Signal],
+    ) -> None:
+        """Advance the state on its device, in place.
+
+        Args:
+            tensors: The state.
+            outcome: What happened.
+            signal: Returns the same and more, for a policy that reads measurements.
+        """
+        if self.is_builtin and tensors.settings is not None:
+            self._launch(tensors, outcome)
+            return
+        scale = tensors.scale
+        if self._in_float64 and scale.device.type != "mps":
+            scale = scale.double()
+        state = ScaleState(scale, tensors.good_steps, tensors.bad_steps)
+        moved = self._advance(state, signal(), torch.where)
+        # The scale last: an interrupt in between must not move it twice.
+        for tensor, value in zip(tensors[2::-1], moved[::-1], strict=True):
+            tensor.copy_(torch.as_tensor(value, device=tensor.device))
+        skipped = outcome.skipped != 0.0
+        steps, total, consecutive = tensors.counters.unbind()
+        counted = [
+            steps + 1,
+            total + skipped.to(torch.int32),
+            torch.where(skipped, consecutive + 1, 0),
+        ]
+        tensors.counters.copy_(torch.stack(counted))
+        if outcome.raw_loss is not None and outcome.loss_slot is not None:
+            outcome.loss_slot.copy_(~torch.isfinite(outcome.raw_loss))
+
+    def make_settings(self, device: torch.device) -> torch.Tensor | None:
+        """Return a tensor of the numbers that the kernel reads, if one runs there."""
+        if not kernel_backend.is_available(device):
+            return None
+        return torch.zeros(len(_KERNEL_SETTINGS), dtype=torch.float64, device=device)
+
+    def write_settings(self, settings: torch.Tensor | None) -> None:
+        """Write the numbers that the kernel reads, where a graph finds them too."""
+        if settings is None or not isinstance(self.policy, Dynamic):
+            return
+        numbers = self._settings()
+        # By value: a graph cannot capture a copy from the host.
+        for slot, name in zip(settings, _KERNEL_SETTINGS, strict=True):
+            slot.fill_(getattr(numbers, name))
+
+    def _launch(self, tensors: StateTensors, outcome: StepOutcome) -> None:
+        """Advance the state by one kernel."""
+        from lossscale.torch.inspection.kernels import scale_update  # noqa: PLC0415
+        from lossscale.torch.inspection.kernels.launch import (  # noqa: PLC0415
+            KernelLauncher,
+        )
+
+        device = tensors.scale.device
+        moves = isinstance(self.policy, Dynamic)
+        settings = self._settings() if moves else _NO_SETTINGS
+        switches = self.policy.switches if isinstance(self.policy, Dynamic) else _OFF
+        held = outcome.loss_nonfinite if self.checks_loss else None
+        launcher = self._launchers.get(device)
+        if launcher is None:
+            launcher = self._launchers[device] = KernelLauncher()
+        with device_context(device):
+            launcher.launch(
+                scale_update.update_scale,
+                1,
+                (
+                    *tensors[:4],
+                    outcome.found_inf,
+                    outcome.skipped,
+                    outcome.too_large,
+                    # Pointers that are not read may be any.
+                    outcome.skipped if held is None else held,
+                    _or_else(outcome.raw_loss, outcome.skipped),
+                    _or_else(outcome.loss_slot, outcome.skipped),
+                    tensors.settings,
+                    settings.growth_threshold,
+                    settings.good_after_growth,
+                    settings.hysteresis,
+                ),
+                (
+                    self._in_float64,
+                    held is not None,
+                    outcome.raw_loss is not None,
+                    moves,
+                    *switches,
+                ),
+            )
+
+    # -- either way --------------------------------------------------------------------
+
+    def _advance(self, state: ScaleState, signal: Signal, where: Where) -> ScaleState:
+        policy = self if self._in_float64 else self.policy
+        return advance(policy, state, signal, where=where)
+
+    def init(self) -> ScaleState:
+        """Return the first state of the policy."""
+        return self.policy.init()
+
+    def step(self, state: ScaleState, signal: Signal, *, where: Where) -> ScaleState:
+        """Return the state after a step of the policy, rounded once as torch does."""
+        policy = cast("Dynamic", self.policy)
+        scale, good, bad = state
+        moved = transition(
+            scale,
+            good,
+            bad,
+            signal.finite,
+            *self._settings(),
+            *policy.switches,
+            where,
+        )
+        return policy.held(state, ScaleState(*moved), signal, where)
+
+    def _settings(self) -> Settings:
+        """Return the numbers of the rule, unrounded if torch's way is wanted."""
+        policy = cast("Dynamic", self.policy)
+        if not self._in_float64:
+            return policy.settings
+        return policy.settings._replace(
+            growth_factor=policy.growth_factor,
+            backoff=cast("float", policy.backoff_factor),
+            # A product may be a little larger before rounding than after it.
+            max_scale=_LARGEST_BEFORE_ROUNDING,
+        )
+
+
+_KERNEL_SETTINGS = ("growth_factor", "backoff", "min_scale", "max_scale")
+
+_NO_SETTINGS = Settings(2.0, 1, 0, 0.5, 1, 1.0, 1.0)
+_OFF = Switches(*[False] * len(Switches._fields))
+"""What the kernel is compiled with for a scale that never moves; it reads neither."""
+
+
+def _pick(condition: Any, first: Any, second: Any) -> Any:
+    """Return one of two Python numbers: the host's `where`."""
+    return first if condition else second
+
+
+def _negate(flag: bool | None) -> bool | None:
+    return None if flag is None else not flag
+
+
+def _or_else(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    return other if tensor is None else tensor
+
+
+def _is_exact(policy: Policy) -> bool:
+    """Whether every product of the rule is one with a power of two."""
+    if not isinstance(policy, Dynamic):
+        return False
+    factors = policy.settings.growth_factor, policy.settings.backoff
+    given = policy.growth_factor, policy.backoff_divisor or policy.backoff_factor
+    return factors == given and all(math.frexp(factor)[0] == 0.5 for factor in factors)  # noqa: PLR2004

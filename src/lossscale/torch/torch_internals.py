@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private functions and attributes of torch that this package relies on, in one place.
+
+Each was there in every version that is supported; a test calls all of them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
+foreach_mul_: Callable[..., None] = torch._foreach_mul_
+
+all_addresses_equal: (
+    Callable[[Sequence[torch.Tensor], list[int], list[int]], bool] | None
+)
+all_addresses_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+"""Compares many addresses in C++; present only in builds with CUDA."""
+
+current_cuda_device: Callable[[], int]
+current_cuda_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+is_stream_capturing: Callable[[], bool] = getattr(
+    torch._C,
+    "_cuda_isCurrentStreamCapturing",
+    torch.cuda.is_current_stream_capturing,
+)
+"""The same as the public functions, without their Python: both are asked several times
+a step, after CUDA was initialized by a tensor."""
+
+disable_dynamo: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
+
+new_optimizer_state: Callable[[], dict[str, Any]] = _refresh_per_optimizer_state
+"""Makes torch's state of one optimizer: READY, without flags."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to."""
+    return tensor._version
+
+
+def uncoalesced_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a sparse tensor, whether it is coalesced or not."""
+    return tensor._values()
+
+
+def local_tensor(dtensor: "DTensor") -> torch.Tensor:
+    """Return the shard of a DTensor that this rank has."""
+    return dtensor._local_tensor
+
+
+def finish_collective(shard: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of a collective that may not have finished, after a wait."""
+    if hasattr(shard, "trigger_wait"):
+        return cast("torch.Tensor", cast("Any", shard).wait())
+    return shard
+
+
+def device_types(group: object) -> set[str]:
+    """Return the kinds of devices whose tensors a process group can reduce."""
+    return {device.type for device in getattr(group, "_device_types", ())}
+
+
+def guard_class() -> Callable[..., Any] | None:
+    """Return the guard on tensors of torch's compiler, if this torch has it."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards  # noqa: PLC0415
+    except ImportError:
+        return None
+    return cast("Callable[..., Any]", TensorGuards)
+
+
+def is_being_compiled() -> bool:
+    """Whether `torch.compile` is tracing this call."""
+    return torch.compiler.is_compiling()

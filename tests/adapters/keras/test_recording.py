@@ -1,0 +1,51 @@
+"""`fit` recorded by a callback, on every backend."""
+
+import numpy as np
+import pytest
+from helpers.keras_backend import QUIET, keras
+
+from lossscale import Dynamic
+from lossscale.diagnostics import Recorder, read_run
+from lossscale.diagnostics.loggers import KerasCallback
+from lossscale.errors import SettingTypeError
+from lossscale.keras import LossScaleOptimizer
+
+pytestmark = QUIET
+
+ROWS = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+
+
+def fit(optimizer, callback):
+    keras.config.set_dtype_policy("mixed_float16")
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile(optimizer, "mse", jit_compile=False)
+    rows = ROWS.copy()
+    rows[16:24] = np.inf  # the third batch
+    settings = {"batch_size": 8, "verbose": 0, "shuffle": False}
+    model.fit(rows, rows[:, :2], callbacks=[callback], **settings)
+
+
+def test_every_batch_is_a_step(tmp_path):
+    policy = Dynamic(init_scale=1024.0)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.01), policy=policy)
+    with Recorder(tmp_path / "run.jsonl", policy=policy) as recorder:
+        fit(optimizer, KerasCallback(recorder))
+    found = list(read_run(tmp_path / "run.jsonl").records())
+    assert [1, 2, 3, 4, 5] == [record.step for record in found]
+    assert [True, True, False, True, True] == [record.applied for record in found]
+    assert [1024.0, 1024.0, 1024.0, 512.0, 512.0] == [r.scale for r in found]
+    assert np.isfinite(found[1].loss)
+
+
+def test_some_batches_are_recorded(tmp_path):
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.01))
+    with Recorder(tmp_path / "run.jsonl") as recorder:
+        fit(optimizer, KerasCallback(recorder, every=2))
+    steps = [record.step for record in read_run(tmp_path / "run.jsonl").records()]
+    assert [2, 4] == steps
+
+
+def test_another_optimizer_is_one_error():
+    with pytest.raises(SettingTypeError, match="LossScaleOptimizer"):
+        fit(keras.optimizers.SGD(0.01), KerasCallback())

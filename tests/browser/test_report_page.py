@@ -1,0 +1,308 @@
+"""The report page in a real browser: every control, against numbers from NumPy."""
+
+import re
+import time
+
+import numpy as np
+import pytest
+from helpers.browser import launched_browser, opened_page
+from helpers.limits import HANG_SECONDS
+from helpers.runs import record_run
+
+from lossscale.diagnostics import Recorder, build_report, exponent_histogram
+from lossscale.diagnostics.report.tensors import outcome
+
+STEPS = 4_000
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with launched_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    return record_run(tmp_path_factory.mktemp("run") / "run.jsonl", STEPS, every=250)
+
+
+@pytest.fixture(scope="module")
+def report(known):
+    path = known.path.with_suffix(".html")
+    path.write_text(build_report([known.path]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def page(browser, report):
+    with opened_page(browser, report) as page:
+        yield page
+
+
+def shown_range(page):
+    return tuple(map(int, page.get_attribute("html", "data-shown").split("-")))
+
+
+def wait_for_range(page, first, last):
+    page.wait_for_selector(f'html[data-shown="{first}-{last}"]')
+
+
+def wait_for(page, condition):
+    """Wait in Python: the page's policy lets no other script run in it."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        page.wait_for_timeout(10)
+
+
+def wait_for_another_range(page):
+    wait_for(page, lambda: shown_range(page) != (1, STEPS))
+
+
+def table_of(page, chart):
+    """Return the rows of the table under a chart, as text."""
+    figure = page.locator(f"figure[data-chart={chart}]")
+    if figure.locator("details").get_attribute("open") is None:
+        figure.locator("summary").click()
+    figure.locator("details table").wait_for()
+    rows = figure.locator("details tbody tr").all()
+    return [row.locator("th, td").all_inner_texts() for row in rows]
+
+
+def numbers(text):
+    return [float(word) for word in re.findall(r"[\d.]+(?:e-?\d+)?", text)]
+
+
+def assert_table_shows(rows, column, values, first_step):
+    """Each row of a table has the extremes of the steps that it stands for."""
+    assert rows
+    for row in rows:
+        steps = [int(word) for word in numbers(row[0].replace(",", ""))]
+        part = values[steps[0] - first_step : steps[-1] - first_step + 1]
+        found = numbers(row[column].replace(",", ""))
+        expected = [part.min(), part.max()]
+        assert (found[0], found[-1]) == pytest.approx(expected, rel=6e-4), row
+
+
+def test_the_whole_run_is_shown_at_first_with_every_extreme(page, known):
+    assert (1, STEPS) == shown_range(page)
+    assert_table_shows(table_of(page, "loss"), 1, known.loss, 1)
+
+
+def test_zooming_decodes_single_steps(page, known):
+    page.fill("#from", "1300")
+    page.fill("#to", "1339")
+    page.dispatch_event("#to", "change")
+    wait_for_range(page, 1300, 1339)
+    wait_for(page, lambda: "every step" in page.inner_text("#range-text"))
+    rows = table_of(page, "loss")
+    assert [f"{step:,}" for step in range(1300, 1340)] == [row[0] for row in rows]
+    losses = [float(row[1]) for row in rows]
+    assert known.loss[1299:1339].tolist() == pytest.approx(losses, rel=6e-4)
+    assert_table_shows(table_of(page, "norm"), 1, known.norm[1299:1339], 1300)
+    skips = [row[2] for row in table_of(page, "scale")]
+    causes = [f"1 {cause}" if cause else "0" for cause in known.causes[1299:1339]]
+    assert causes == skips
+
+
+def test_the_toolbar_zooms_pans_and_goes_back(page):
+    page.click("#zoom-in")
+    wait_for_another_range(page)
+    first, last = shown_range(page)
+    assert 2_000 == last - first + 1
+    page.click("#pan-left")
+    wait_for_range(page, first - 1_000, last - 1_000)
+    page.click("#pan-right")
+    wait_for_range(page, first, last)
+    page.click("#zoom-out")
+    wait_for_range(page, 1, STEPS)
+    page.click("#zoom-in")
+    page.click("#whole")
+    wait_for_range(page, 1, STEPS)
+
+
+def test_dragging_across_a_chart_zooms_and_a_double_click_goes_back(page):
+    over = page.locator("figure[data-chart=loss] .u-over")
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 50, steps=5)
+    page.mouse.up()
+    wait_for_another_range(page)
+    first, last = shown_range(page)
+    assert (1_000, 2_000) == pytest.approx((first, last), abs=20)
+    page.mouse.dblclick(box["x"] + 50, box["y"] + 50)
+    wait_for_range(page, 1, STEPS)
+
+
+def test_the_keyboard_moves_zooms_and_pans(page, known):
+    chart = page.locator("figure[data-chart=loss] .plot")
+    chart.focus()
+    page.keyboard.press("End")
+    readout = page.locator("figure[data-chart=loss] .readout")
+    assert "step" in readout.inner_text()
+    assert "polite" == readout.get_attribute("aria-live")
+    page.keyboard.press("+")
+    wait_for_another_range(page)
+    first, last = shown_range(page)
+    page.keyboard.press("Shift+ArrowRight")
+    wait_for_range(page, first + 500, last + 500)
+    page.keyboard.press("0")
+    wait_for_range(page, 1, STEPS)
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    text = readout.inner_text()
+    first, last, *_, highest = numbers(text.replace(",", ""))
+    part = known.loss[int(first) - 1 : int(last)]
+    assert part.max() == pytest.approx(highest, rel=6e-4)
+
+
+def test_the_slider_says_what_numpy_computes(page, known):
+    steps = sorted(known.gradients)
+    shown = page.locator("#sample option").all_inner_texts()
+    assert f"step {steps[-1]:,}" == shown[-1]
+    name = "blocks.2.mlp"
+    page.select_option("#tensor", label=name)
+    page.select_option("#sample", label=f"step {steps[-1]:,}")
+    stored = known.gradients[steps[-1]][name]
+    first, counts = exponent_histogram(stored)
+    for shift in (0, -11, 17):
+        page.fill("#shift", str(shift))
+        for form in ("float16", "float8_e4m3", "float8_e5m2"):
+            cells = page.locator(f"#outcomes tr[data-format={form}] td")
+            expected = outcome(counts, first, stored.size, form, shift)
+            zero, small, over = (numbers(text) for text in cells.all_inner_texts())
+            assert expected.to_zero * 100 == pytest.approx(zero[0], abs=0.06)
+            assert expected.subnormal * 100 == pytest.approx(small[0], abs=0.06)
+            assert expected.overflow * 100 == pytest.approx(over[0], abs=0.06)
+            assert expected.overflow_most * 100 == pytest.approx(over[-1], abs=0.06)
+
+
+def test_the_histogram_counts_every_number(page, known):
+    name, step = "blocks.0.attn", max(known.gradients)
+    page.select_option("#tensor", label=name)
+    page.locator("#histogram summary").click()
+    rows = page.locator("#histogram details tbody tr").all()
+    counts = [
+        int(row.locator("td").first.inner_text().replace(",", "")) for row in rows
+    ]
+    assert known.gradients[step][name].size == sum(counts)
+    bars = page.locator("#histogram .picture rect.bar").count()
+    assert np.count_nonzero(exponent_histogram(known.gradients[step][name])[1]) == bars
+
+
+def test_a_map_is_read_by_pointer_and_by_keyboard(page, known):
+    canvas = page.locator("figure[data-map=headroom] canvas")
+    canvas.scroll_into_view_if_needed()
+    canvas.focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    readout = page.locator("figure[data-map=headroom] .readout")
+    steps, name = sorted(known.gradients), "blocks.0.attn"
+    largest = np.abs(known.gradients[steps[1]][name].astype(np.float64)).max()
+    bits = f"{np.log2(65504.0 / largest):.1f} bits"
+    assert f"step {steps[1]:,}{name}{bits}" == re.sub(r"\n", "", readout.inner_text())
+    canvas.hover(position={"x": 3, "y": 3})
+    assert f"step {steps[0]:,}" in readout.inner_text()
+
+
+def test_every_picture_has_a_table(page):
+    for figure in page.locator("#curves figure, #tensors figure").all():
+        summary = figure.locator("summary")
+        if figure.locator("details").get_attribute("open") is None:
+            summary.click()
+        figure.locator("details tbody tr").nth(3).wait_for()
+        assert "table" in summary.inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [375, 1200])
+def test_nothing_is_wider_than_the_window(browser, report, width, scheme):
+    with opened_page(browser, report, width=width, scheme=scheme) as page:
+        assert width >= page.evaluate("document.documentElement.scrollWidth")
+
+
+def test_text_has_enough_contrast(browser, report):
+    luminance = """(text) => {
+      const [r, g, b] = text.match(/[\\d.]+/g).map((v) => v / 255)
+        .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+      return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    }"""
+    for scheme in ("light", "dark"):
+        with opened_page(browser, report, scheme=scheme) as page:
+            ground = page.evaluate(
+                f"({luminance})(getComputedStyle(document.body).backgroundColor)"
+            )
+            for selector in (".sub", "p", "td", "summary", ".tiles .extra", "thead th"):
+                ink = page.evaluate(
+                    f"({luminance})(getComputedStyle("
+                    f"document.querySelector('{selector}')).color)"
+                )
+                low, high = sorted((ground, ink))
+                assert (high + 0.05) / (low + 0.05) >= 4.5, (scheme, selector)
+
+
+def test_everything_that_can_be_used_has_a_name(page):
+    unnamed = page.evaluate(
+        """[...document.querySelectorAll('button, input, select, canvas, .plot')]
+          .filter((e) => !e.closest('[aria-hidden]'))
+          .filter((e) => !(e.getAttribute('aria-label') || e.textContent.trim()
+            || e.labels?.length)).map((e) => e.outerHTML)"""
+    )
+    assert [] == unnamed
+    assert 1 == page.locator("h1").count()
+
+
+def test_runs_are_hidden_and_shown(browser, tmp_path, known):
+    other = record_run(tmp_path / "other.jsonl", 500, seed=1, name="other run")
+    path = tmp_path / "report.html"
+    path.write_text(build_report([known.path, other.path]), encoding="utf-8")
+    with opened_page(browser, path) as page:
+        heads = "figure[data-chart=loss] details thead th"
+        table_of(page, "loss")
+        assert ["steps", "run", "other run"] == page.locator(heads).all_inner_texts()
+        page.locator(".toggle-run").nth(0).uncheck()
+        wait_for(page, lambda: page.locator(heads).count() == 2)
+        assert ["steps", "other run"] == page.locator(heads).all_inner_texts()
+        page.locator(".toggle-run").nth(0).check()
+        wait_for(page, lambda: page.locator(heads).count() == 3)
+        page.select_option("#run", label="run")
+        last = f"step {max(known.gradients):,}"
+        samples = page.locator("#sample option")
+        wait_for(page, lambda: samples.all_inner_texts()[-1:] == [last])
+        assert page.locator("#differences tbody tr").count() > 3
+
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "'\"&amp;${alert(1)}",
+    "\u202ereversed",
+]
+
+
+def test_hostile_names_stay_text(browser, tmp_path):
+    path = tmp_path / "run.jsonl"
+    record_run(path, 200, names=HOSTILE, name=HOSTILE[1], every=50)
+    out = tmp_path / "report.html"
+    out.write_text(build_report([path]), encoding="utf-8")
+    with opened_page(browser, out) as page:
+        assert HOSTILE[1] == page.locator("h1").inner_text()
+        labels = page.locator("figure[data-map=lost] .labels li")
+        assert HOSTILE == labels.all_inner_texts()
+        assert HOSTILE == page.locator("#tensor option").all_inner_texts()[1:]
+        assert 0 == page.locator("img").count()
+        assert 2 == page.locator("script").count()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_the_shortest_runs_have_a_page(browser, tmp_path, steps):
+    path = tmp_path / "run.jsonl"
+    with Recorder(path, writers=()) as recorder:
+        for _ in range(steps):
+            recorder.record(scale=8.0, applied=True)
+    out = tmp_path / "report.html"
+    out.write_text(build_report([path]), encoding="utf-8")
+    with opened_page(browser, out) as page:
+        assert "run" == page.locator("h1").inner_text()

@@ -1,0 +1,218 @@
+"""Alarms: what raises each, what does not, and which step they call good."""
+
+import random
+
+import pytest
+
+from lossscale import Dynamic, Fixed
+from lossscale.diagnostics import AlarmRules, Recorder, StepRecord, read_run
+from lossscale.diagnostics.alarms import KINDS, scan
+from lossscale.diagnostics.records.layout import describe_policy
+from lossscale.errors import SettingError, SettingTypeError
+
+POLICY = describe_policy(Dynamic(growth_interval=100))
+
+
+def step(number, scale=1024.0, **values):
+    return StepRecord(number, 0.0, scale, **values)
+
+
+def skip(number, scale=1024.0, cause="inf", **values):
+    return StepRecord(number, 0.0, scale, applied=False, cause=cause, **values)
+
+
+def healthy(first, last, scale=1024.0, **values):
+    return [step(number, scale, **values) for number in range(first, last + 1)]
+
+
+def alarms(records, policy=POLICY, **rules):
+    return list(scan(records, AlarmRules(**rules), policy=policy))
+
+
+def backing_off(count, every=10, loss=2.0):
+    """Return a run that settles, and then lowers its scale so many times."""
+    records, scale, number = healthy(1, 50, loss=loss), 1024.0, 50
+    for _ in range(count):
+        records.append(skip(number + 1, scale, loss=loss, nonfinite=(("a", "inf"),)))
+        scale /= 2
+        records += healthy(number + 2, number + every, scale, loss=loss)
+        number += every
+    return records
+
+
+def test_several_back_offs_with_a_finite_loss():
+    assert [] == alarms(backing_off(3))
+    (alarm,) = alarms(backing_off(4))
+    assert ("back-offs", 82, ("a",)) == (alarm.kind, alarm.step, alarm.names)
+    assert "4 times within" in alarm.message
+    assert "from 1,024 to 64" in alarm.message
+
+
+def test_the_last_good_step_is_the_one_before_the_first_back_off():
+    (alarm,) = alarms(backing_off(4))
+    assert 50 == alarm.last_good_step
+
+
+def test_back_offs_that_are_far_apart_are_healthy():
+    assert [] == alarms(backing_off(8, every=60))
+
+
+def test_two_back_offs_are_enough_if_the_loss_is_rising():
+    records = [
+        record._replace(loss=1.0 if record.step < 50 else 2.0)
+        for record in backing_off(2, every=25)
+    ]
+    (alarm,) = alarms(records)
+    assert ("back-offs", 77) == (alarm.kind, alarm.step)
+    assert "is rising" in alarm.message
+
+
+def test_back_offs_of_an_infinite_loss_are_not_the_gradients():
+    records = [
+        record._replace(cause="loss") if record.skipped else record
+        for record in backing_off(6)
+    ]
+    assert [] == alarms(records)
+
+
+def test_a_run_that_looks_for_its_first_scale_is_healthy():
+    records = [skip(i + 1, 2.0 ** (24 - i)) for i in range(10)]
+    assert [] == alarms([*records, *healthy(11, 200, 2.0**14)])
+
+
+def test_overflows_at_the_floor():
+    policy = describe_policy(Dynamic(min_scale=1.0))
+    records = [*healthy(1, 20, 2.0), *(skip(20 + i, 1.0) for i in range(1, 4))]
+    (alarm,) = alarms(records, policy)
+    assert ("floor", 23, 20) == (alarm.kind, alarm.step, alarm.last_good_step)
+    assert [] == alarms(records[:-1], policy)
+
+
+def test_a_fixed_scale_has_its_floor_where_it_is():
+    policy = describe_policy(Fixed(64.0))
+    records = [*healthy(1, 20, 64.0), *(skip(20 + i, 64.0) for i in range(1, 4))]
+    (alarm,) = alarms(records, policy)
+    assert "which is fixed" in alarm.message
+
+
+def test_nan_without_an_infinity():
+    nan = (("b", "nan"),)
+    records = [
+        *healthy(1, 20),
+        *(skip(20 + i, 1024.0 / 2**i, "nan", nonfinite=nan) for i in range(1, 4)),
+    ]
+    alarm = alarms(records)[0]
+    assert ("nan", 23, ("b",)) == (alarm.kind, alarm.step, alarm.names)
+    # Step 20 may be what broke the weights.
+    assert 19 == alarm.last_good_step
+    assert "no lower scale can help" in alarm.message
+
+
+def test_nan_beside_an_infinity_is_an_overflow():
+    both = (("a", "inf"), ("b", "nan"))
+    records = healthy(1, 20)
+    records += [skip(20 + i, 1024.0, "nan", nonfinite=both) for i in range(1, 4)]
+    assert "nan" not in {alarm.kind for alarm in alarms(records)}
+
+
+def growing(name, last=256, *, start=64, rate=1.1, loss=None):
+    """Return a run whose norm or largest magnitude grows from a step on."""
+    return [
+        step(i, loss=loss(i) if loss else 2.0, **{name: rate ** max(0, i - start)})
+        for i in range(1, last + 1)
+    ]
+
+
+def test_a_norm_that_keeps_growing():
+    alarm = alarms(growing("norm"))[0]
+    # It grows from step 64 on, and every quarter of 64 steps must show it.
+    assert ("norm", 128, 80) == (alarm.kind, alarm.step, alarm.last_good_step)
+    assert "the loss is not falling" in alarm.message
+
+
+def test_a_norm_that_grows_while_the_loss_falls_is_healthy():
+    assert [] == alarms(growing("norm", loss=lambda i: 3.0 - i / 200))
+
+
+def test_a_norm_with_a_spike_is_healthy():
+    records = [step(i, norm=100.0 if 60 <= i < 64 else 1.0) for i in range(1, 300)]
+    assert [] == alarms(records)
+
+
+def test_a_largest_gradient_that_reaches_the_end_of_the_range():
+    found = alarms(growing("amax", rate=1.05))
+    assert {"headroom"} == {alarm.kind for alarm in found}
+    assert "overflows at every scale in about" in found[0].message
+    slowly = alarms(growing("amax", rate=1.001))
+    assert [] == slowly
+
+
+def test_an_alarm_is_raised_once_while_what_it_saw_goes_on():
+    policy = describe_policy(Dynamic(min_scale=1.0, growth_interval=100))
+    stuck = [skip(20 + i, 1.0) for i in range(1, 300)]
+    assert 1 == len(alarms([*healthy(1, 20, 1.0), *stuck], policy))
+    over = healthy(320, 600, 1.0)
+    again = [skip(600 + i, 1.0) for i in range(1, 10)]
+    assert 2 == len(alarms([*healthy(1, 20, 1.0), *stuck, *over, *again], policy))
+
+
+def random_run(seed):
+    """Return a run that goes wrong in some way."""
+    rng = random.Random(seed)
+    scale, records = 1024.0, []
+    for number in range(1, 400):
+        bad = rng.random() < (0.02 if number < 200 else 0.3)
+        values = {"norm": 1.03**number, "loss": 2.0 + number / 400, "amax": 1e-3}
+        names = (("a", "inf"),) if bad else ()
+        made = skip if bad else step
+        records.append(made(number, scale, **values, nonfinite=names))
+        scale = max(0.5, scale / 2) if bad else scale * 2 if number % 50 == 0 else scale
+    return records
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_live_run_and_its_file_raise_the_same_alarms(tmp_path, seed):
+    path, live = tmp_path / "run.jsonl", []
+    policy = Dynamic(growth_interval=100)
+    with Recorder(path, policy=policy, on_alarm=live.append, writers=()) as recorder:
+        for record in random_run(seed):
+            fields = {name: getattr(record, name) for name in ("norm", "loss", "amax")}
+            recorder.record(
+                step=record.step,
+                scale=record.scale,
+                applied=record.applied,
+                nonfinite=record.nonfinite,
+                **fields,
+            )
+    assert live
+    run = read_run(path)
+    assert [alarm.step for alarm in live] == [a["step"] for a in run.events_of("alarm")]
+    policy = run.header["policy"]
+    read = list(scan(run.records(), policy=policy))
+    assert [(a.kind, a.step) for a in live] == [(a.kind, a.step) for a in read]
+    assert {alarm.kind for alarm in live} <= set(KINDS)
+
+
+def test_alarms_are_written_before_the_step_returns(tmp_path):
+    path = tmp_path / "run.jsonl"
+    recorder = Recorder(path, policy=Fixed(8.0), flush_seconds=0, writers=())
+    for _ in range(4):
+        recorder.record(scale=8.0, applied=False)
+    assert '"alarm"' in path.read_text(encoding="utf-8")
+    recorder.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"backoffs": 0}, SettingError),
+        ({"backoffs_while_rising": 0}, SettingError),
+        ({"window": -1}, SettingError),
+        ({"trend_window": 3}, SettingError),
+        ({"trend_ratio": 1.0}, SettingError),
+        ({"nan_steps": "3"}, SettingTypeError),
+    ],
+)
+def test_rules_are_checked_when_they_are_made(settings, error):
+    with pytest.raises(error, match=next(iter(settings))):
+        AlarmRules(**settings)

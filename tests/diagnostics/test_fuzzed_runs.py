@@ -1,0 +1,173 @@
+"""Whatever a file holds: reading it ends with a run or with one error of ours.
+
+5,000 files: most are a real run with changed bytes, lines and values, some are made of
+nothing. Nothing may crash, and what is read must be usable.
+"""
+
+import builtins
+import json
+import math
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lossscale.diagnostics import Recorder, RecordWarning, read_run
+from lossscale.diagnostics.alarms import scan
+from lossscale.diagnostics.records.reader import rollup_path
+from lossscale.errors import StateError
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["inf", "nan", "-inf", "headroom", "loss", -1, 2**70, 1e308]),
+    lambda inner: (
+        st.lists(inner, max_size=6)
+        | st.dictionaries(
+            st.sampled_from(["inf", "nan", "step", "scale", "tensors", "x"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+STEP = st.lists(JSON, max_size=14).map(
+    lambda rest: [1, 0.5, 65536.0, 0, *rest]
+) | st.lists(JSON, max_size=14)
+EVENT = st.dictionaries(
+    st.sampled_from(
+        ["statistics", "names", "resumed", "alarm", "closed", "tensors", "event", "?"]
+    ),
+    JSON
+    | st.fixed_dictionaries(
+        {"step": JSON, "scale": JSON, "tensors": st.lists(st.lists(JSON, max_size=8))}
+    ),
+    max_size=2,
+)
+LINE = (
+    st.one_of(STEP, EVENT, JSON).map(lambda value: json.dumps(value).encode())
+    | st.binary(max_size=20)
+    | st.sampled_from([b"[" * 5000, b'{"a":' * 5000, b"1" * 5000, b"[1,0,8,1", b"[]"])
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return the bytes of a real run and of its roll-up, and a place for files."""
+    path = tmp_path_factory.mktemp("fuzzed") / "run.jsonl"
+    with Recorder(path, names=["a", "b"]) as recorder:
+        for step in range(1, 9):
+            recorder.record(
+                scale=8.0, applied=step % 3 > 0, loss=1.0, nonfinite={"a": "nan"}
+            )
+    rolled = rollup_path(path).read_bytes()
+    return path, path.read_bytes().splitlines(keepends=True), rolled
+
+
+def read_whatever(path, content, rolled=None):
+    """Read a file, use everything that was read, and return it; or `None`."""
+    path.write_bytes(content)
+    if rolled is None:
+        rollup_path(path).unlink(missing_ok=True)
+    else:
+        rollup_path(path).write_bytes(rolled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecordWarning)
+        try:
+            found = read_run(path)
+        except StateError as error:
+            message = str(error)
+            found = None
+    if found is None:
+        assert "\n" not in message
+        return None
+    records = list(found.records())
+    if rolled is None:  # a roll-up is believed about steps that were damaged later
+        assert found.rows == len(records)
+    assert sorted({r.step for r in records}) == [r.step for r in records]
+    for record in records:
+        assert 0 < record.scale < math.inf
+        assert all(isinstance(name, str) for name, _ in record.nonfinite)
+    for block in found.blocks:
+        list(found.statistics(block.offset, block.size))
+    list(scan(records))
+    return found
+
+
+@settings(max_examples=2000)
+@given(data=st.data())
+def test_lines_of_any_kind_among_those_of_a_run(run, data):
+    path, lines, _ = run
+    extra = data.draw(st.lists(LINE, max_size=5))
+    at = data.draw(st.integers(1, len(lines)))
+    content = b"".join([*lines[:at], *(line + b"\n" for line in extra), *lines[at:]])
+    found = read_whatever(path, content)
+    assert found is not None
+    assert found.rows >= 1
+
+
+@settings(max_examples=1000)
+@given(data=st.data())
+def test_bytes_of_a_run_that_were_changed(run, data):
+    path, lines, rolled = run
+    content = bytearray(b"".join(lines))
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at : at + data.draw(st.integers(0, 9))] = data.draw(
+            st.binary(max_size=9)
+        )
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content)))]
+    read_whatever(path, bytes(content), rolled if data.draw(st.booleans()) else None)
+
+
+@settings(max_examples=600)
+@given(data=st.data())
+def test_a_roll_up_of_any_kind(run, data):
+    path, lines, rolled = run
+    head, *rows = rolled.splitlines(keepends=True)
+    extra = [line + b"\n" for line in data.draw(st.lists(LINE, max_size=4))]
+    at = data.draw(st.integers(0, len(rows)))
+    changed = b"".join([head, *rows[:at], *extra, *rows[at:]])
+    found = read_whatever(path, b"".join(lines), changed)
+    assert 8 == found.rows
+
+
+@settings(max_examples=700)
+@given(st.lists(LINE, max_size=6))
+def test_files_of_any_lines(run, lines):
+    read_whatever(run[0], b"\n".join(lines))
+
+
+@settings(max_examples=700)
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            ["format", "run", "columns", "names", "dtype", "started", "policy", "name"]
+        ),
+        JSON,
+    )
+)
+def test_headers_of_any_kind(run, header):
+    path, lines, _ = run
+    whole = json.loads(lines[0]) | header
+    content = json.dumps(whole).encode() + b"\n" + b"".join(lines[1:])
+    read_whatever(path, content)
+
+
+def test_reading_runs_nothing(run, monkeypatch):
+    """No name, cause or value of a file reaches what could run it."""
+    path, lines, _ = run
+
+    def refuse(*_arguments):
+        message = "something of the file was run"
+        raise AssertionError(message)
+
+    for name in ("eval", "exec", "compile", "__import__"):
+        monkeypatch.setattr(builtins, name, refuse)
+    code = json.dumps(["__import__('os').system('true')"] * 12).encode() + b"\n"
+    assert read_whatever(path, b"".join([*lines, code])) is not None

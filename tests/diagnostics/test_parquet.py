@@ -1,0 +1,62 @@
+"""A recorded run as a Parquet file, read back by pyarrow."""
+
+import json
+import sys
+
+import pytest
+from helpers.processes import run_process
+from helpers.runs import record_run
+
+from lossscale.diagnostics import export_parquet, read_run
+from lossscale.errors import MissingPackageError, StateError
+
+
+def test_every_step_is_in_the_file(tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    monkeypatch.setattr("lossscale.diagnostics.records.parquet._ROWS", 64)
+    known = record_run(tmp_path / "run.jsonl", 300)
+    output = tmp_path / "run.parquet"
+    assert 300 == export_parquet(known.path, output)
+    table = parquet.read_table(output)
+    assert known.loss.tolist() == table["loss"].to_pylist()
+    assert known.causes == table["cause"].to_pylist()
+    records = list(read_run(known.path).records())
+    tensors = [
+        [tuple(t.values()) for t in row] for row in table["nonfinite"].to_pylist()
+    ]
+    assert [list(record.nonfinite) for record in records] == tensors
+    assert [r.nearest_finite for r in records] == table["nearest_finite"].to_pylist()
+    header = json.loads(table.schema.metadata[b"lossscale"])
+    assert read_run(known.path).header == header
+
+
+def test_what_cannot_be_exported_leaves_nothing(tmp_path):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    (tmp_path / "other.txt").write_text("hello")
+    with pytest.raises(StateError, match="not a recorded run"):
+        export_parquet(tmp_path / "other.txt", tmp_path / "out.parquet")
+    known = record_run(tmp_path / "run.jsonl", 10)
+    with pytest.raises(OSError, match="no"):
+        export_parquet(known.path, tmp_path / "no" / "out.parquet")
+    assert not list(tmp_path.rglob("*.parquet*"))
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    known = record_run(tmp_path / "run.jsonl", 10)
+    with pytest.raises(
+        MissingPackageError, match=r"pip install 'lossscale\[parquet\]'"
+    ):
+        export_parquet(known.path, tmp_path / "out.parquet")
+
+
+def test_the_command_exports_or_says_what_to_install(tmp_path):
+    known = record_run(tmp_path / "run.jsonl", 10)
+    output = tmp_path / "out.parquet"
+    command = [sys.executable, "-m", "lossscale", "export", known.path, "-o", output]
+    result = run_process(command)
+    if result.returncode:
+        assert "pip install 'lossscale[parquet]'" in result.stderr
+        assert not output.exists()
+    else:
+        assert f"10 steps are in {output}\n" == result.stdout

@@ -1,0 +1,390 @@
+"""What a report says about a run: compared with NumPy, and with what was recorded."""
+
+import base64
+import json
+import math
+import re
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from helpers.runs import record_run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lossscale.diagnostics import (
+    Recorder,
+    build_report,
+    exponent_histogram,
+    measure_tensors,
+    read_run,
+)
+from lossscale.diagnostics.formats import FORMATS
+from lossscale.diagnostics.records.columns import read_columns
+from lossscale.diagnostics.records.steps import CAUSES
+from lossscale.diagnostics.report import levels, page
+from lossscale.diagnostics.report.buckets import fit, from_blocks, from_columns
+from lossscale.diagnostics.report.levels import make_levels
+from lossscale.diagnostics.report.tensors import BROKEN, make_heat_map, outcome
+from lossscale.diagnostics.report.wording import number
+from lossscale.errors import SettingError, StateError
+
+STEPS = 3_000
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    return record_run(tmp_path_factory.mktemp("run") / "run.jsonl", STEPS)
+
+
+def summary_of(path):
+    return json.loads(build_report([path], format="json"))["runs"][0]
+
+
+def test_columns_are_what_was_recorded(known):
+    columns = read_columns(read_run(known.path))
+    for name in ("scale", "loss", "norm", "amax", "clip"):
+        assert getattr(known, name).tolist() == getattr(columns, name).tolist()
+    assert known.steps.tolist() == columns.step.tolist()
+    codes = [0 if cause is None else 1 + CAUSES.index(cause) for cause in known.causes]
+    assert codes == columns.cause.tolist()
+
+
+def test_columns_of_gaps_and_infinities_are_those_of_the_records(tmp_path):
+    path = tmp_path / "run.jsonl"
+    values = [None, 1.5, math.inf, math.nan, 1e300, 5e-324]
+    with Recorder(path, writers=()) as recorder:
+        for step, value in enumerate(values):
+            recorder.record(scale=8.0, applied=step != 2, norm=value, step=3 * step)
+    columns = read_columns(read_run(path))
+    recorded = [math.nan if value is None else value for value in values]
+    assert recorded == pytest.approx(columns.norm.tolist(), nan_ok=True)
+    assert [0, 3, 6, 9, 12, 15] == columns.step.tolist()
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 2_999, 5_000])
+def test_buckets_keep_the_extremes_of_every_series(known, most):
+    every = from_columns(read_columns(read_run(known.path)), "float16")
+    buckets = fit(every, most)
+    assert len(buckets) <= most
+    for name in ("scale", "loss", "norm"):
+        values = getattr(known, name)
+        for i in range(len(buckets)):
+            part = values[buckets.first[i] - 1 : buckets.last[i]]
+            assert np.float32(part.min()) == buckets.low[name][i]
+            assert np.float32(part.max()) == buckets.high[name][i]
+    assert (~known.applied).sum() == buckets.causes.sum()
+
+
+def test_the_blocks_of_a_roll_up_give_the_same_buckets(known):
+    run = read_run(known.path)
+    steps = from_columns(read_columns(run), "float16").merge(1_024)
+    blocks = from_blocks(run.blocks)
+    for name in ("scale", "loss", "norm", "clip", "headroom"):
+        assert steps.low[name] == pytest.approx(blocks.low[name], rel=1e-6)
+        assert steps.high[name] == pytest.approx(blocks.high[name], rel=1e-6)
+    assert steps.causes.tolist() == blocks.causes.tolist()
+
+
+def decode(chunk):
+    """Return the arrays of a chunk, by the standard library alone."""
+    data = zlib.decompress(base64.b64decode(chunk["data"]))
+    count = chunk["count"]
+
+    def take(kind):
+        nonlocal data
+        planes, data = data[: 4 * count], data[4 * count :]
+        whole = bytes(planes[p * count + i] for i in range(count) for p in range(4))
+        return struct.unpack(f"<{count}{kind}", whole)
+
+    arrays = {"gaps": take("I")}
+    if not chunk["exact"]:
+        arrays["widths"] = take("I")
+    for name in chunk["series"]:
+        arrays[name] = [take("f") for _ in range(1 if chunk["exact"] else 2)]
+    arrays |= {f"skipped: {cause}": take("I") for cause in chunk["causes"]}
+    assert not data
+    return arrays
+
+
+def test_a_chunk_holds_the_numbers_of_its_steps(known):
+    overview, *details = make_levels(read_run(known.path), [], 1_000_000)
+    assert not overview["exact"]
+    lows, highs = decode(overview)["loss"]
+    assert known.loss.min() == pytest.approx(min(lows), rel=1e-6)
+    assert known.loss.max() == pytest.approx(max(highs), rel=1e-6)
+    assert all(chunk["exact"] for chunk in details)
+    losses = [value for chunk in details for value in decode(chunk)["loss"][0]]
+    assert known.loss.astype(np.float32).tolist() == losses
+
+
+def test_chunks_keep_to_their_budget_and_no_spike_is_lost(known):
+    for budget in (400_000, 60_000, 30_000):
+        chunks = make_levels(read_run(known.path), [], budget)
+        assert sum(len(chunk["data"]) for chunk in chunks) <= budget
+        highest = max(max(decode(chunk)["loss"][-1]) for chunk in chunks)
+        assert known.loss.max() == pytest.approx(highest, rel=1e-3)
+
+
+def test_a_long_run_is_shown_step_by_step_where_it_went_wrong(known, monkeypatch):
+    monkeypatch.setattr(levels, "_MOST_WINDOWS", 2)
+    run = read_run(known.path)
+    overview, *windows = make_levels(run, [1_500], 1_000_000, most_steps=100)
+    assert (1, STEPS, 3) == (overview["from"], overview["to"], overview["count"])
+    shown = [(window["from"], window["to"]) for window in windows if window["exact"]]
+    assert [(1, 2_048)] == shown
+
+
+@given(
+    shift=st.integers(-20, 20),
+    magnitude=st.integers(-20, 6),
+    seed=st.integers(0, 1_000),
+    name=st.sampled_from(["float16", "float8_e5m2", "float8_e4m3"]),
+)
+def test_the_slider_predicts_what_a_conversion_does(shift, magnitude, seed, name):
+    dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    kinds = {
+        "float16": np.float16,
+        "float8_e5m2": dtypes.float8_e5m2,
+        "float8_e4m3": dtypes.float8_e4m3fn,
+    }
+    rng = np.random.default_rng(seed)
+    stored = (rng.standard_normal(500) * 2.0**magnitude).astype(np.float16)
+    first, counts = exponent_histogram(stored)
+    found = outcome(counts, first, stored.size, name, shift)
+    exact = np.abs(stored.astype(np.float64)) * 2.0**shift
+    nonzero = exact > 0
+    normal = 2.0 ** FORMATS[name].smallest_normal
+    over = float((exact > FORMATS[name].largest).mean())
+    assert found.overflow - 1e-9 <= over <= found.overflow_most + 1e-9
+    with np.errstate(over="ignore"):
+        rounded = exact.astype(kinds[name]).astype(np.float64)
+    to_zero = float((nonzero & (rounded == 0)).mean())
+    # Between half the smallest number and the smallest, only the histogram's exponent
+    # is known: what it calls subnormal is all that a tie could move.
+    assert to_zero - float((nonzero & (exact < normal)).mean()) <= found.to_zero + 1e-9
+    below = float((nonzero & (exact < normal)).mean())
+    assert below == pytest.approx(found.to_zero + found.subnormal)
+    half = 2.0 ** (FORMATS[name].smallest - 1)
+    assert float((nonzero & (exact < half)).mean()) == pytest.approx(found.to_zero)
+
+
+def test_a_heat_map_has_the_extremes_that_numpy_finds(known):
+    heat_map = make_heat_map(read_run(known.path))
+    steps = sorted(known.gradients)
+    assert steps == heat_map.first.tolist()
+    for column, step in enumerate(steps):
+        for row, name in enumerate(heat_map.names):
+            gradient = known.gradients[step][name].astype(np.float64)
+            largest = np.abs(gradient).max()
+            expected = 300.0 if largest == 0 else math.log2(65504.0 / largest)
+            assert expected == pytest.approx(heat_map.headroom[row, column], abs=1e-4)
+            lost = (np.abs(gradient) < 2.0**-14).mean()
+            assert lost == pytest.approx(heat_map.lost[row, column], abs=1e-5)
+
+
+def test_the_summary_is_what_was_recorded(known):
+    found = summary_of(known.path)
+    skipped = int((~known.applied).sum())
+    assert (STEPS, skipped) == (found["steps"], found["skipped"])
+    counts = {c: known.causes.count(c) for c in CAUSES if c in known.causes}
+    assert counts == found["causes"]
+    assert known.scale.min() == found["lowest_scale"]
+    assert known.scale.max() == found["highest_scale"]
+    assert known.norm.max() == found["largest_norm"]
+    moves = np.sign(np.diff(known.scale))
+    assert (moves == 1).sum() == found["growths"]
+    assert (moves == -1).sum() == found["backoffs"]
+    assert known.loss[:20].mean() == pytest.approx(found["first_loss"])
+    assert known.loss[-20:].mean() == pytest.approx(found["last_loss"])
+    assert sum(tensor["inf"] for tensor in found["tensors"]) == skipped
+
+
+def test_the_share_lost_is_that_of_the_last_statistics(known):
+    last = known.gradients[max(known.gradients)]
+    flat = np.concatenate([gradient.astype(np.float64) for gradient in last.values()])
+    expected = float((np.abs(flat) < 2.0**-14).mean())
+    assert expected == pytest.approx(summary_of(known.path)["lost_share"], abs=1e-5)
+
+
+def test_a_run_without_steps_has_a_report(tmp_path):
+    path = tmp_path / "run.jsonl"
+    Recorder(path, writers=()).close()
+    for form in ("html", "md", "json"):
+        assert "No step was recorded" in build_report([path], format=form)
+
+
+def test_differences_name_what_differs_and_nothing_else(tmp_path):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, scale in zip(paths, (8.0, 16.0), strict=True):
+        with Recorder(path, writers=(), config={"batch": scale, "seed": 1}) as recorder:
+            recorder.record(scale=scale, applied=True, loss=1.0)
+    report = json.loads(build_report(paths, format="json"))
+    rows = {row["name"]: row["values"] for row in report["differences"]}
+    assert ["8", "16"] == rows["config: batch"]
+    assert ["8", "16"] == rows["last scale"]
+    assert not {"config: seed", "loss at the end", "skipped"} & set(rows)
+
+
+def record_steps(path, steps, **settings):
+    """Record steps given as keywords, and return the advice of the report."""
+    with Recorder(path, writers=(), **settings) as recorder:
+        for step in steps:
+            recorder.record(**step)
+    return summary_of(path)["advice"]
+
+
+def test_advice_follows_the_order_of_the_alarms(tmp_path):
+    fine = [{"scale": 1024.0, "applied": True, "loss": 2.0}] * 20
+    bad = {"applied": False, "loss": 2.0, "nonfinite": {"a": "inf"}}
+    falling = [bad | {"scale": 2.0**-i} for i in range(-10, 1)]
+    nan = [{"scale": 0.5, "applied": False, "cause": "loss", "loss": math.nan}] * 5
+    policy = {"kind": "dynamic", "growth_interval": 50}
+    advice = record_steps(tmp_path / "a.jsonl", [*fine, *falling, *nan], policy=policy)
+    # NaN may have come from step 20 itself.
+    assert "step 19 or earlier" in advice[0]
+    assert advice[1].startswith("The gradients were growing.")
+    assert any(text.startswith("NaN came after the first alarm") for text in advice)
+    advice = record_steps(tmp_path / "b.jsonl", [*fine, *nan], policy=policy)
+    assert any("does not come from the scale" in text for text in advice)
+
+
+def test_advice_brackets_the_layer_that_broke(tmp_path):
+    names = ["a", "b", "c"]
+    bad = {"scale": 8.0, "applied": False, "nonfinite": {"a": "inf", "b": "nan"}}
+    (text,) = [
+        text
+        for text in record_steps(tmp_path / "run.jsonl", [bad], names=names)
+        if "look between" in text
+    ]
+    assert "At step 1 the backward pass had c finite, and b no longer" in text
+
+
+def test_a_run_of_zeros_is_told_to_scale(tmp_path):
+    path = tmp_path / "run.jsonl"
+    zeros = {"w": np.zeros(8, np.float16)}
+    with Recorder(path, writers=(), policy={"kind": "fixed", "scale": 1.0}) as recorder:
+        recorder.record(scale=1.0, applied=True, amax=0.0)
+        recorder.record_statistics(measure_tensors(zeros), scale=1.0)
+    (text,) = summary_of(path)["advice"]
+    assert text.startswith("100.0 % of the stored gradients were zero")
+    assert "nothing was learned" in text
+
+
+def test_a_loss_that_ends_as_nan_is_shown_as_such(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with Recorder(path, writers=()) as recorder:
+        for loss in (*([1.0] * 20), *([math.nan] * 20)):
+            recorder.record(scale=8.0, applied=True, loss=loss)
+    assert "<dt>Loss at the end</dt><dd>NaN" in build_report([path])
+    assert summary_of(path)["last_loss"] is None
+
+
+def test_a_tensor_without_a_finite_number_is_beyond_the_range(tmp_path):
+    path = tmp_path / "run.jsonl"
+    gradients = {"a": np.full(4, np.nan, np.float16), "b": np.ones(4, np.float16)}
+    with Recorder(path, writers=()) as recorder:
+        recorder.record(scale=1.0, applied=False)
+        recorder.record_statistics(measure_tensors(gradients), scale=1.0)
+    heat_map = make_heat_map(read_run(path))
+    assert [BROKEN, pytest.approx(math.log2(65504.0))] == heat_map.headroom[
+        :, 0
+    ].tolist()
+    assert np.isnan(heat_map.lost[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "\u2013"),
+        (math.nan, "NaN"),
+        (math.inf, "inf"),
+        (0.5, "0.5"),
+        (65536.0, "65,536"),
+        (2.0**40, "2\u2074\u2070"),
+        (2.0**-126, "2\u207b\xb9\xb2\u2076"),
+        (1234567.25, "1,234,567"),
+    ],
+)
+def test_numbers_are_written_for_a_reader(value, text):
+    assert text == number(value)
+
+
+def test_a_healthy_run_is_left_alone(tmp_path):
+    path = tmp_path / "run.jsonl"
+    steps = [{"scale": 8.0, "applied": True, "amax": 1.0}] * 50
+    steps += [{"scale": 16.0, "applied": False, "nonfinite": {"a": "inf"}}]
+    (text,) = record_steps(path, steps)
+    assert text.startswith("Nothing to change: 1 step was skipped while the scale grew")
+
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "`|**bold**| [x](javascript:alert(1))\n# heading",
+    "\u2028\u202e\x00 name",
+    "$title ${data}",
+]
+
+
+def test_hostile_names_stay_text_in_every_format(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with Recorder(path, names=HOSTILE, name=HOSTILE[0], writers=()) as recorder:
+        for name in HOSTILE:
+            recorder.record(scale=8.0, applied=False, nonfinite={name: "inf"})
+    html = build_report([path])
+    assert 2 == html.count("<script") == html.count("</script>")
+    assert "<img" not in html
+    markdown = build_report([path], format="md")
+    assert "<" not in markdown.replace("&lt;", "")
+    assert not re.search(r"(?<!\\)[`*]b|\]\(", markdown.replace(r"\]", ""))
+    assert "\n# heading" not in markdown
+    report = json.loads(build_report([path], format="json"))
+    assert set(HOSTILE) == {t["name"] for t in report["runs"][0]["tensors"]}
+
+
+def test_the_policy_of_the_page_allows_its_one_script_and_style(known):
+    html = build_report([known.path])
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1]
+    script = re.search(r"<script>(.*)</script>", html, re.DOTALL)[1]
+    style = re.search(r"<style>(.*?)</style>", html, re.DOTALL)[1]
+    assert policy.startswith("default-src 'none'; ")
+    assert f"script-src '{page._hash(script)}'" in policy
+    assert f"style-src '{page._hash(style)}'" in policy
+    assert "unsafe" not in policy
+    assert not re.search(r'\s(src|href)="(?!#)', html)
+
+
+def test_the_chart_library_is_what_its_author_published(known):
+    from hashlib import sha256
+
+    library = page._asset("uPlot.iife.min.js").encode()
+    assert page.UPLOT_SHA256 == sha256(library).hexdigest()
+    html = build_report([known.path])
+    assert page.UPLOT_SHA256 in html
+    assert "Permission is hereby granted" in html
+
+
+def test_a_page_keeps_to_its_size_whatever_the_names(tmp_path):
+    path = tmp_path / "run.jsonl"
+    names = [f"{i:05d}" + 2_000 * "\u00e9" for i in range(600)]
+    record_run(path, 200, names=names, every=20)
+    assert len(build_report([path]).encode()) <= page.MOST_BYTES
+
+
+def test_several_runs_keep_to_the_size_together(tmp_path, known):
+    assert len(build_report([known.path] * 24).encode()) <= page.MOST_BYTES
+
+
+@pytest.mark.parametrize("wrong", [[], "run.jsonl"])
+def test_paths_are_a_list_of_files(wrong):
+    with pytest.raises(SettingError, match="paths must be"):
+        build_report(wrong)
+
+
+def test_a_file_that_is_not_a_run_is_one_error(tmp_path):
+    path = tmp_path / "other.txt"
+    path.write_text("hello\n")
+    with pytest.raises(StateError, match="is not a recorded run"):
+        build_report([path])
