@@ -12,9 +12,11 @@ overflow, and lowers the scale. An unscaled gradient that the optimizer cannot s
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from lossscale.core.validation import FLOAT32_MAX
+from lossscale.errors import SettingError
 
 LARGEST = {
     "float16": 65504.0,
@@ -73,6 +75,21 @@ _AVERAGING = frozenset(
     }
 )
 """Optimizers that average the squares of each number over steps, by name."""
+
+_DIVIDING = frozenset(
+    {
+        "Adadelta",
+        "Adafactor",
+        "Adam",
+        "Adamax",
+        "Lamb",
+        "Nadam",
+        "ScheduleFreeAdamW",
+        "AdadeltaOptimizer",
+        "AdamOptimizer",
+    }
+)
+"""Optimizers that divide by a root of averaged squares plus an epsilon, by name."""
 
 _LIBRARIES = frozenset({"keras", "tf_keras", "tensorflow", "torch"})
 """Where a name in these sets must come from."""
@@ -141,6 +158,41 @@ def largest_gradient(
     if 0.0 < clip_bound(inner) <= state:
         return limit  # whatever the gradient is, no more than that reaches the state
     return min(limit, state / addends)
+
+
+def check_epsilon(inner: Any, dtypes: Iterable[str]) -> None:
+    """Raise if an optimizer would divide by an epsilon that is 0 in float16.
+
+    The square of a gradient below 2**-12 is 0 there, too: the weight becomes NaN.
+
+    Args:
+        inner: The optimizer.
+        dtypes: Those of the variables that it updates.
+
+    Raises:
+        SettingError: If it would.
+    """
+    kind = _kind(inner)
+    if kind not in _DIVIDING or "float16" not in dtypes:
+        return
+    name = "epsilon_1" if kind == "Adafactor" else "epsilon"
+    epsilon = _setting(inner, name)
+    epsilon = _setting(inner, "_epsilon") if epsilon is None else epsilon
+    # Adamax multiplies it by 1 - beta_1 before it divides.
+    factor = 1.0 - _plain(inner, "beta_1", 0.9) if kind == "Adamax" else 1.0
+    if isinstance(epsilon, (int, float)) and epsilon * factor <= 2.0**-25:
+        message = (
+            f"{name}={epsilon!r} is 0 in float16, and a variable is float16: "
+            f"{type(inner).__name__} would divide by zero. Pass {name}=1e-4, or keep "
+            "the variables in float32, as the policy mixed_float16 does."
+        )
+        raise SettingError(message)
+
+
+def _plain(inner: Any, name: str, usual: float) -> float:
+    """Return a setting that is a plain number; the usual one where it is not."""
+    found = _setting(inner, name)
+    return float(found) if isinstance(found, (int, float)) else usual
 
 
 def largest_endless_addend(dtype: str) -> float:

@@ -8,11 +8,13 @@ out. Here a step with a gradient beyond what the rest of it can hold is skipped.
 bounds are numbers that are known before the step, so comparing with them costs nothing.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from lossscale.core.headroom import (
     LARGEST,
     accumulation_steps,
+    check_epsilon,
     clip_bound,
     largest_gradient,
 )
@@ -40,6 +42,12 @@ class Headroom:
         """Whether gradients may be wider than their variables. Clipping comes before
         the cast to the variable's dtype; an accumulator has that dtype and takes no
         other."""
+
+    def check_epsilon(self, dtypes: Iterable[str]) -> None:
+        """Raise if one of the optimizers would divide by an epsilon of 0."""
+        known = set(dtypes)
+        for inner in self._optimizers:
+            check_epsilon(inner, known)
 
     def largest(self, variable: str, gradient: str) -> float:
         """Return the largest magnitude that is safe, given two dtypes."""

@@ -34,7 +34,7 @@ from lossscale.keras.facts import LastStep
 from lossscale.keras.files import Files
 from lossscale.keras.headroom import Headroom
 from lossscale.keras.loops import Loop
-from lossscale.keras.operations import branch, read, where
+from lossscale.keras.operations import branch, dtype_of, read, where
 from lossscale.keras.stateless import Stateless
 
 
@@ -96,9 +96,15 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         self._elements = 0
 
     def build(self, var_list: Sequence[Any]) -> None:
-        """Create the variables: Keras's two, by its names and dtypes, and five more."""
+        """Create the variables: Keras's two, by its names and dtypes, and five more.
+
+        Raises:
+            SettingError: If the inner optimizer divides by an epsilon that is 0 in the
+                dtype of a float16 variable.
+        """
         if self.built:
             return
+        self._headroom().check_epsilon(map(dtype_of, var_list))
         first = self.policy.init()
         self.step_counter = self._number("step_counter", "int", first.good_steps)
         self.dynamic_scale = self._number("dynamic_scale", "float32", first.scale)

@@ -141,6 +141,8 @@ class Wrapper(classic.LossScaleOptimizer):
         Raises:
             ContextError: If called in cross-replica context (a ValueError).
             GradientError: If a gradient is not floating-point (a TypeError).
+            SettingError: If the optimizer divides by an epsilon that is 0 in the dtype
+                of a float16 variable (a ValueError).
             StructureError: If no variable has a gradient, or a gradient has another
                 shape than its variable (a ValueError).
         """
@@ -155,6 +157,8 @@ class Wrapper(classic.LossScaleOptimizer):
             )
             raise StructureError(message)
         self._check_calls(*arguments, **keywords)
+        dtypes = {_dtype_of(var, grad) for grad, var in pairs if grad is not None}
+        headroom.check_epsilon(self._optimizer, dtypes)
         inner.build(self._optimizer, variables)
         pairs, keywords = inner.aggregate(self._optimizer, pairs, keywords)
         return super().apply_gradients(pairs, *arguments, **keywords)

@@ -10,6 +10,7 @@ from helpers.keras_backend import BACKEND, QUIET, keras, numpy
 from helpers.keras_steps import Steps, check_finite
 
 from lossscale import Dynamic, Fixed
+from lossscale.errors import SettingError
 from lossscale.keras import LossScaleOptimizer
 
 pytestmark = QUIET
@@ -147,3 +148,50 @@ def test_an_ordinary_gradient_is_never_too_large():
         )
         steps.step(gradient(1e15))
         assert 1 == steps.iterations()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("Adam", {"epsilon": 1e-8}), ("Adamax", {}), ("Adafactor", {})],
+)
+def test_an_epsilon_that_is_zero_in_float16_is_refused(name, settings):
+    optimizer = LossScaleOptimizer(getattr(keras.optimizers, name)(0.01, **settings))
+    with pytest.raises(SettingError, match="is 0 in float16"):
+        optimizer.build([keras.Variable(np.ones(2), dtype="float16")])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Adam", {}),
+        ("Adamax", {"epsilon": 1e-4}),
+        ("Adafactor", {"epsilon_1": 1e-4}),
+        ("Nadam", {}),
+        ("Adadelta", {}),
+    ],
+)
+def test_zero_and_small_gradients_leave_float16_weights_finite(name, settings):
+    inner = getattr(keras.optimizers, name)(0.01, **settings)
+    steps = Steps(LossScaleOptimizer(inner, 8.0), np.ones(4), dtype="float16")
+    for _ in range(5):
+        steps.step(np.array([0.0, 1e-5, 1e-3, 8.0], np.float16))
+    assert np.isfinite(steps.weights()[0]).all()
+
+
+def test_an_epsilon_that_float32_has_is_taken():
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.01, epsilon=1e-8))
+    optimizer.build([keras.Variable(np.ones(2))])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_adafactor_of_keras_makes_nan_of_a_row_and_a_column_of_zeros(wrapped):
+    """By itself: 1e-30 times 1e-30 is 0 in float32. The page says so."""
+    gradient = np.zeros((2, 2), np.float32)
+    gradient[0, 0] = 1.0
+    for epsilon, finite in ((1e-30, False), (1e-15, True)):
+        optimizer = keras.optimizers.Adafactor(0.01, epsilon_1=epsilon)
+        if wrapped:
+            optimizer = LossScaleOptimizer(optimizer, 1.0)
+        variable = keras.Variable(np.ones((2, 2), np.float32))
+        optimizer.apply([keras.ops.convert_to_tensor(gradient)], [variable])
+        assert finite == np.isfinite(numpy(variable)).all()

@@ -23,6 +23,7 @@ from helpers.tensorflow_optimizers import (  # noqa: E402
 )
 
 import lossscale.tensorflow as ls  # noqa: E402
+from lossscale.errors import SettingError  # noqa: E402
 
 v1 = tf.compat.v1
 kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -218,3 +219,38 @@ def test_an_ordinary_gradient_is_never_too_large(kind):
         optimizer.apply_gradients([(tf.constant(1e15), weight)])
         assert 16.0 == float(optimizer.loss_scale())
         assert 1.0 != value(weight)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        v1.train.AdamOptimizer,
+        v1.train.AdadeltaOptimizer,
+        lambda: tf_keras.optimizers.Adam(epsilon=1e-8),
+        tf_keras.optimizers.Adamax,
+        tf_keras.optimizers.legacy.Adamax,
+    ],
+)
+def test_an_epsilon_that_is_zero_in_float16_is_refused(make):
+    weight = tf.Variable(tf.ones(2, tf.float16))
+    optimizer = ls.LossScaleOptimizer(make(), ls.DynamicLossScale(8.0, 1))
+    with pytest.raises(SettingError, match="is 0 in float16"):
+        optimizer.apply_gradients([(tf.zeros(2, tf.float16), weight)])
+    assert 8.0 == float(optimizer.loss_scale())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: v1.train.AdamOptimizer(epsilon=1e-4),
+        lambda: v1.train.AdadeltaOptimizer(epsilon=1e-4),
+        tf_keras.optimizers.Adam,
+    ],
+)
+def test_zero_and_small_gradients_leave_float16_weights_finite(make):
+    weight = tf.Variable(tf.ones(4, tf.float16))
+    optimizer = ls.LossScaleOptimizer(make(), 8)
+    for _ in range(5):
+        gradient = tf.constant([0.0, 1e-5, 1e-3, 1.0], tf.float16)
+        optimizer.apply_gradients([(gradient, weight)])
+    assert np.isfinite(weight.numpy()).all()
