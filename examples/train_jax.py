@@ -9,9 +9,6 @@ by Muon on 1,437 handwritten digits; a checkpoint half-way, and one infinite los
 """
 
 import io
-import sys
-
-del sys.path[0]  # this folder, whose files may have the names of the frameworks
 
 import jax
 import jax.numpy as jnp

@@ -10,11 +10,9 @@ together.
 """
 
 import os
-import sys
 import tempfile
 from functools import partial
 
-del sys.path[0]  # this folder, whose files may have the names of the frameworks
 DEVICES = "--xla_force_host_platform_device_count=8"  # where there is only a CPU
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"
 

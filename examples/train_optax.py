@@ -8,10 +8,6 @@ The task of `lossscale demo`: eight bias-free layers with weights N(0, 0.02²), 
 by Muon on 1,437 handwritten digits; a checkpoint half-way, and one infinite loss.
 """
 
-import sys
-
-del sys.path[0]  # this folder, whose files may have the names of the frameworks
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,6 +1,6 @@
 """What every framework's adapter must do. Subclass, describe the framework, done:
 
-    class TestNumpy(VerbConformance, ClassicConformance):
+    class TestNumpy(FunctionalConformance, ClassicConformance):
         framework = Framework(lossscale.numpy, array=np.asarray, numpy=np.asarray)
 
 The oracles are NumPy's own arithmetic, the recorded originals in tests/data and values
@@ -89,7 +89,7 @@ def sampled(file, first):
     return random.Random(3).sample(rows, 25)
 
 
-class VerbConformance:
+class FunctionalConformance:
     """The five verbs."""
 
     framework: Framework

@@ -52,7 +52,7 @@ SUITES = {
     "keras-tensorflow": keras("tensorflow"),
     "keras-jax": keras("jax"),
     "keras-torch": keras("torch"),
-    "tensorflow-beside": tensorflow("beside_tensorflow"),
+    "tensorflow-originals": tensorflow("against_tensorflow"),
     "tensorflow-replicas": tensorflow("strategies", "multi_worker"),
     "tensorflow-faults": Suite(("tests/faults/test_tensorflow_faults.py",), {}),
     "keras-faults-tensorflow": keras_faults("tensorflow"),

@@ -6,7 +6,7 @@ from conformance import (
     ClassicConformance,
     Framework,
     HeadroomConformance,
-    VerbConformance,
+    FunctionalConformance,
 )
 
 import lossscale.numpy as ls
@@ -14,7 +14,7 @@ from lossscale import Fixed, ScaleState, Signal
 from lossscale.errors import GradientError, SettingError
 
 
-class TestNumpy(VerbConformance, HeadroomConformance, ClassicConformance):
+class TestNumpy(FunctionalConformance, HeadroomConformance, ClassicConformance):
     framework = Framework(module=ls, array=np.asarray, numpy=np.asarray)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is typed: names, with a question after an unknown one, and options."""
+"""Click helpers: suggestions for misspelt names, options that exclude each other."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ class Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that the first argument names, or fail with the nearest.
 
-        Older versions of click do not ask.
+        Older versions of click make no suggestion.
         """
         name = args[0]
         if name not in self.commands and not name.startswith("-"):
@@ -43,14 +43,14 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def typed(ctx: click.Context, name: str) -> bool:
+def was_typed(ctx: click.Context, name: str) -> bool:
     """Whether an option was typed, whatever its value; by the parameter's name."""
     return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
 def refuse_together(ctx: click.Context, *names: str) -> None:
     """Fail if both of these options were typed; names are those of the parameters."""
-    if not all(typed(ctx, name) for name in names):
+    if not all(was_typed(ctx, name) for name in names):
         return
     options = {
         parameter.name: parameter.opts[0] for parameter in ctx.command.get_params(ctx)

@@ -35,7 +35,7 @@ _FORMS = ["lossscale", *LIBRARIES]
     "--from",
     "library",
     type=Choice(_FORMS),
-    help="Whose state it is. [default: seen by its keys]",
+    help="The library that wrote the state. [default: detected by its keys]",
 )
 @click.option(
     "--policy",
@@ -141,7 +141,9 @@ def _interpret(
     """Return the policy and the state that a mapping means."""
     if library == "lossscale":
         if text is not None:
-            message = "--policy has no use here: a lossscale state holds its policy."
+            message = (
+                "--policy cannot be used here: a lossscale state holds its policy."
+            )
             raise click.UsageError(message)
         return portable.from_portable(values)
     policy, state = from_library(library, values, _dynamic(text))

@@ -28,7 +28,7 @@ _VARIABLES = (
 
 
 class Finding(NamedTuple):
-    """What is said about a part."""
+    """The result for one package."""
 
     part: str
     status: str
@@ -126,7 +126,7 @@ def _declared() -> dict[tuple[str, str], str]:
 
 
 def _judge(part: Part, answer: Answer, ranges: dict[tuple[str, str], str]) -> Finding:
-    """Return what is to be said about a part after it was tried."""
+    """Return the result for a package after it was tried."""
     required = ranges.get((part.extra, part.name))
     install = f"pip install 'lossscale[{part.extra}]'"
     status, problem, advice = WORKS, answer.problem, None

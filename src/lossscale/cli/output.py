@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands speak: tables and JSON on stdout, progress on stderr."""
+"""Output helpers: tables and JSON on stdout, progress on stderr."""
 
 import json
 import warnings

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that `lossscale simulate` runs over, and what an answer is worth."""
+"""The steps that `lossscale simulate` runs over, and the limits of its results."""
 
 import sys
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ class StepSequence:
 
     finite: "npt.NDArray[np.bool_]"
     rate: float | None = None
-    """The share of overflows, if they are random."""
+    """The fraction of overflows, if they are random."""
     magnitudes: "npt.NDArray[np.float64] | None" = None
     dtype: str = "float16"
     remarks: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ def random_flags(
 
 
 def _from_file(file: Path, dtype: str) -> StepSequence:
-    """Return the steps of a recorded run, and what they are worth."""
+    """Return the steps of a recorded run, and the limits of what they show."""
     from lossscale.diagnostics import read_recording
 
     try:
@@ -100,7 +100,7 @@ def _from_file(file: Path, dtype: str) -> StepSequence:
 
 
 def _worth(recording: "Recording") -> Iterable[str]:
-    """Yield what the answer is worth that a recorded run gives."""
+    """Yield the limits of the result that a recorded run gives."""
     size = recording.finite.size
     if recording.replayed == size:
         yield (

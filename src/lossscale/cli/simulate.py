@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lossscale.cli.choices import Choice, refuse_together, typed
+from lossscale.cli.choices import Choice, refuse_together, was_typed
 from lossscale.cli.output import number, print_json, print_table, progress, warn
 from lossscale.cli.policies import sweep
 from lossscale.cli.sequences import StepSequence, explain_bounds, make_sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     "growth_interval=100:2000:20 (from:to:how many).",
 )
 @click.option(
-    "--finite", "given", help="The steps themselves, such as 1110111: 0 is bad."
+    "--finite", "given", help="The steps themselves, such as 1110111: 0 is an overflow."
 )
 @click.option(
     "--file",
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     type=click.FloatRange(0.0, 1.0),
     default=0.001,
     show_default=True,
-    help="The share of overflows in a random sequence.",
+    help="The fraction of overflows in a random sequence.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--trace", is_flag=True, help="Print every step of every policy.")
@@ -95,7 +95,7 @@ def simulate(
         ("chart", "as_json"),
     ):
         refuse_together(ctx, *options)
-    if file is None and typed(ctx, "dtype"):
+    if file is None and was_typed(ctx, "dtype"):
         message = "--dtype is for the magnitudes of a --file; give one."
         raise click.UsageError(message)
     policies: dict[str, Policy] = {}

@@ -79,15 +79,15 @@ _LIBRARIES = frozenset({"keras", "tf_keras", "tensorflow", "torch"})
 
 
 def largest_square(dtype: str) -> float:
-    """Return the largest magnitude whose square is a number of a dtype.
+    """Return the largest magnitude whose square a dtype can represent.
 
-    The bound where the optimizer is not known.
+    The bound for an unknown optimizer.
     """
     return math.sqrt(LARGEST[dtype])
 
 
 def largest_sum(dtype: str, addends: Any) -> Any:
-    """Return what a sum may be exactly and still not be rounded up to infinity."""
+    """Return the largest exact sum that is not rounded up to infinity."""
     return LARGEST[dtype] / (1.0 + (addends - 1) * _UNIT[dtype])
 
 
@@ -101,7 +101,7 @@ def largest_square_root(inner: Any, dtype: str, elements: int) -> float:
 
     An infinite second moment never comes back: its weight never changes again (Adam)
     or is NaN (Adafactor). A norm over all gradients adds up all their squares. An
-    optimizer that is not known is taken to square.
+    unknown optimizer is assumed to square.
 
     Args:
         inner: The optimizer.
@@ -211,10 +211,10 @@ def accumulation_steps(inner: Any) -> int:
 
 
 def _bound(inner: Any, name: str) -> float:
-    """Return what an optimizer clips to; 0 where it does not, or is not asked to."""
+    """Return the value of a clipping setting; 0 if it is absent or off."""
     return max(0.0, float(_setting(inner, name) or 0.0))
 
 
 def _setting(inner: Any, name: str) -> Any:
-    """Return a setting that not every optimizer has."""
+    """Return a setting, or `None` if the optimizer does not have it."""
     return getattr(inner, name, None)

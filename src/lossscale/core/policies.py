@@ -40,10 +40,10 @@ class Policy(Protocol):
 def advance(
     policy: Policy, state: ScaleState, signal: Signal, *, where: Where
 ) -> ScaleState:
-    """Return the state after a step: what the policy makes of it.
+    """Return the state after a step, by the policy.
 
     A step that was skipped because a finite gradient is too large leaves the state as
-    it is, whatever the policy: the scale has nothing to do with it.
+    it is, whatever the policy: the scale did not cause it.
 
     Example:
         >>> from lossscale import Dynamic, Signal
@@ -120,7 +120,7 @@ class Fixed:
 
 
 class _Prepared:
-    """What a policy prepares for the rule once; no setting, so no dataclass field.
+    """Arguments of the rule, computed once; not settings, so not dataclass fields.
 
     Not `cached_property`: its lock breaks `torch.compile` before Python 3.12.
     """
@@ -171,10 +171,10 @@ class Dynamic(_Prepared):
     Dividing by 3 undoes a growth by 3; multiplying by a rounded 1/3 does not."""
 
     at_min: Literal["clamp", "hold"] = "clamp"
-    """At the floor: go to `min_scale` exactly, or refuse the move."""
+    """At the floor: go to `min_scale` exactly, or leave the scale."""
 
     at_max: Literal["hold", "clamp"] = "hold"
-    """At the cap: refuse the growth, or go to `max_scale` exactly. Refusing keeps a
+    """At the cap: leave the scale, or go to `max_scale` exactly. Leaving it keeps a
     power of two a power of two, and unscaling exact."""
 
     growth_delay: Literal["never", "first", "always"] = "never"
@@ -302,12 +302,12 @@ class Dynamic(_Prepared):
             *self.switches,
             where,
         )
-        return self.held(state, ScaleState(*moved), signal, where)
+        return self.keep_if_loss_nonfinite(state, ScaleState(*moved), signal, where)
 
-    def held(
+    def keep_if_loss_nonfinite(
         self, before: ScaleState, after: ScaleState, signal: Signal, where: Where
     ) -> ScaleState:
-        """Return the state before a step if its loss is what went wrong, else after."""
+        """Return the state before a step if its loss was not finite, else after."""
         if not self.hold_on_nonfinite_loss or signal.loss_finite is None:
             return after
         return choose(signal.loss_finite, after, before, where=where)

@@ -38,7 +38,7 @@ Portable: TypeAlias = dict[str, Any]
 
 
 def to_portable(policy: Policy, state: ScaleState) -> Portable:
-    """Return a policy and its state as one JSON-ready object.
+    """Return a policy and its state as one object of JSON types.
 
     On a GPU this waits for the device: three numbers are copied to the host.
 
@@ -70,7 +70,7 @@ def to_portable(policy: Policy, state: ScaleState) -> Portable:
 def from_portable(portable: Mapping[str, Any]) -> tuple[Fixed | Dynamic, ScaleState]:
     """Return the policy and the state, as Python numbers, of a portable object.
 
-    Hand both to the `init` of a framework's module to go on training.
+    Pass both to the `init` of a framework's module to continue training.
 
     Raises:
         StateError: If the object is malformed, foreign, or of a newer format.
@@ -127,7 +127,7 @@ def save(path: str | os.PathLike[str], policy: Policy, state: ScaleState) -> Non
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Replace a file: the old one stays whole until the new one is on the disk.
 
-    A link is followed. What is no file, such as a device or a pipe, is written to.
+    Links are followed. Devices and pipes are written to directly.
 
     Raises:
         OSError: If it cannot be written, or is a folder.
@@ -191,7 +191,7 @@ def parse_json(text: str | bytes, name: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except UnicodeDecodeError as error:
-        message = f"{name} does not hold a JSON object: it is no text."
+        message = f"{name} does not hold a JSON object: it is not text."
         raise StateError(message) from error
     except (ValueError, RecursionError) as error:
         message = f"{name} does not hold a JSON object: {error}."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels from step to step (`ScaleState`) and what a step saw (`Signal`).
+"""The state between steps (`ScaleState`) and what a step measured (`Signal`).
 
 Both are NamedTuples of whatever arrays a framework has: trees to JAX, `tf.nest`,
 torch's pytree and optree, with nothing to register. Settings live in policies, never
@@ -38,7 +38,7 @@ class ScaleState(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """What one step saw. Only `finite` is required; `None` means not measured.
+    """What one step measured. Only `finite` is required; `None` means not measured.
 
     Example:
         >>> from lossscale import Signal
@@ -58,9 +58,9 @@ class Signal(NamedTuple):
     loss_finite: Array | None = None
     """Whether the loss was finite before it was scaled."""
     zero_fraction: Array | None = None
-    """The share of gradient values that are exactly zero."""
+    """The fraction of gradient values that are exactly zero."""
     subnormal_fraction: Array | None = None
-    """The share of gradient values below the smallest normal number of their dtype."""
+    """The fraction of gradient values below the smallest normal number of the dtype."""
     too_large: Array | None = None
     """Whether every gradient is finite, and one of them is too large for the optimizer
     to square or add up. Such a step is skipped, so `finite` is False, and the scale

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of settings, made at construction: one clear error, never at step 40,000.
+"""Checks of arguments, made at construction: one clear error, not at step 40,000.
 
 Each check returns the value as a plain Python number, so that settings stay hashable
 and can be written as JSON whatever kind of number the caller had.
@@ -18,7 +18,7 @@ FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
 """The largest float32 number."""
 
 _ROUNDED_TO_MAX = float.fromhex("0x1.ffffffp+127")
-"""What is below it is rounded to a float32 number, such as 3.4028235e38."""
+"""Numbers below it round to a float32 number, such as 3.4028235e38."""
 
 SMALLEST_NORMAL = 2.0**-126
 """The smallest normal float32 number. Its reciprocal is finite."""
@@ -35,7 +35,7 @@ def as_float32(value: float) -> float:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as a message shows it: at most some 200 characters.
+    """Format a value for a message: at most some 200 characters.
 
     Python refuses to write integers of more than 4,300 digits.
     """
@@ -46,7 +46,7 @@ def format_value(value: Any) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return a question that ends a message on a name that is unknown, or nothing."""
+    """Return " Did you mean ...?" for an unknown name, or an empty string."""
     from difflib import get_close_matches  # noqa: PLC0415  # only an error needs it
 
     close = get_close_matches(name, list(names), n=1)
@@ -144,7 +144,7 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def check_measurements(measure: Iterable[str]) -> frozenset[str]:
-    """Return the names of what `unscale` is to measure, if there are such."""
+    """Return the names of measurements that `unscale` is asked for, validated."""
     wanted = frozenset([measure] if isinstance(measure, str) else measure)
     unknown = sorted(map(str, wanted - set(MEASUREMENTS)))
     if unknown:

@@ -9,7 +9,7 @@ import numpy as np  # noqa: E402
 from conformance import (  # noqa: E402
     Framework,
     HeadroomConformance,
-    VerbConformance,
+    FunctionalConformance,
 )
 
 import lossscale.jax as ls  # noqa: E402
@@ -17,7 +17,7 @@ import lossscale.jax as ls  # noqa: E402
 NARROW = ("float16", "float32")
 
 
-class OnlyComplex64(VerbConformance, HeadroomConformance):
+class OnlyComplex64(FunctionalConformance, HeadroomConformance):
     """Without 64-bit numbers there is no complex128."""
 
     @pytest.mark.parametrize("dtype", ["complex64"])
@@ -42,7 +42,7 @@ class TestJit(OnlyComplex64):
     )
 
 
-class TestWide(VerbConformance, HeadroomConformance):
+class TestWide(FunctionalConformance, HeadroomConformance):
     """Where 64-bit numbers are enabled, the state stays float32 and int32."""
 
     framework = Framework(

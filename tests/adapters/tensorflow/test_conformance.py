@@ -9,7 +9,7 @@ from conformance import (  # noqa: E402
     ClassicConformance,
     Framework,
     HeadroomConformance,
-    VerbConformance,
+    FunctionalConformance,
 )
 
 import lossscale.tensorflow as ls  # noqa: E402
@@ -26,15 +26,15 @@ def compiled(**options):
     )
 
 
-class TestEager(VerbConformance, HeadroomConformance, ClassicConformance):
+class TestEager(FunctionalConformance, HeadroomConformance, ClassicConformance):
     framework = EAGER
 
 
-class TestFunction(VerbConformance, HeadroomConformance):
+class TestFunction(FunctionalConformance, HeadroomConformance):
     framework = compiled()
 
 
-class TestXla(VerbConformance, HeadroomConformance):
+class TestXla(FunctionalConformance, HeadroomConformance):
     framework = compiled(jit_compile=True)
 
 

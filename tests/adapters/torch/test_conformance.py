@@ -9,7 +9,7 @@ from conformance import (  # noqa: E402
     ClassicConformance,
     Framework,
     HeadroomConformance,
-    VerbConformance,
+    FunctionalConformance,
 )
 
 import lossscale.torch as ls  # noqa: E402
@@ -26,7 +26,7 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-class TestEager(VerbConformance, HeadroomConformance):
+class TestEager(FunctionalConformance, HeadroomConformance):
     framework = Framework(module=ls, array=array, numpy=np.asarray, complex=True)
 
 
@@ -34,7 +34,7 @@ class TestClassic(ClassicConformance):
     framework = Framework(module=classic, array=array, numpy=np.asarray, complex=True)
 
 
-class TestCompiled(VerbConformance, HeadroomConformance):
+class TestCompiled(FunctionalConformance, HeadroomConformance):
     framework = Framework(
         module=ls, array=array, numpy=np.asarray, complex=True, compile=compiled
     )

@@ -267,7 +267,7 @@ class ScaleUpdate:
             *policy.switches,
             where,
         )
-        return policy.held(state, ScaleState(*moved), signal, where)
+        return policy.keep_if_loss_nonfinite(state, ScaleState(*moved), signal, where)
 
     def _settings(self) -> Settings:
         """Return the numbers of the rule, unrounded if torch's way is wanted."""
