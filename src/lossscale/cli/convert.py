@@ -72,7 +72,7 @@ def convert(
     try:
         read_policy, state = _interpret(library, values, policy)
     except StateError as error:
-        message = f"{error}{_way_out(library, values, policy)}"
+        message = f"{error}{_suggest_scale(library, values, policy)}"
         raise StateError(message) from error
     lost: tuple[str, ...] = ()
     if target == "lossscale":
@@ -157,7 +157,7 @@ def _interpret(
     return policy, state
 
 
-def _way_out(library: str, values: Mapping[str, Any], text: str | None) -> str:
+def _suggest_scale(library: str, values: Mapping[str, Any], text: str | None) -> str:
     """Return what to type if the scale is all that is wrong with a state."""
     try:
         policy, _ = _interpret(library, with_scale(library, values, 1.0), text)

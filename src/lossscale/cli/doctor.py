@@ -55,7 +55,7 @@ def doctor(ctx: click.Context, parts: tuple[str, ...], as_json: bool) -> None:
     The exit status is 1 if a part is installed and does not work or is not supported.
     """
     chosen = list(dict.fromkeys(parts)) or list(PARTS)
-    ranges = _declared()
+    ranges = _read_declared_ranges()
     findings = []
     with progress("examining", len(chosen)) as advance:
         for name in chosen:
@@ -108,7 +108,7 @@ def _system() -> dict[str, Any]:
     }
 
 
-def _declared() -> dict[tuple[str, str], str]:
+def _read_declared_ranges() -> dict[tuple[str, str], str]:
     """Return the declared ranges, by extra and package."""
     from packaging.requirements import Requirement
 

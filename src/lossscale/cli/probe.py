@@ -97,7 +97,7 @@ def examine(part: Part) -> Answer:
         if answer.exists():
             values = json.loads(answer.read_text(encoding="utf-8"))
             return Answer(**values | {"runs_on": tuple(values["runs_on"])})
-    return Answer(problem=_death(result.returncode, result.stderr))
+    return Answer(problem=_describe_death(result.returncode, result.stderr))
 
 
 _QUIET = {
@@ -108,7 +108,7 @@ _QUIET = {
 }
 
 
-def _death(status: int, errors: str) -> str:
+def _describe_death(status: int, errors: str) -> str:
     """Say how a process ended that gave no answer."""
     how = f"status {status}"
     if status < 0:
@@ -117,7 +117,7 @@ def _death(status: int, errors: str) -> str:
     return ": ".join([f"the process ended with {how}", *last])
 
 
-def _find_out(part: Part) -> Answer:
+def _examine_here(part: Part) -> Answer:
     """Return what is known about a part; runs in the process of its own."""
     if find_spec(part.name) is None:
         return Answer()
@@ -125,19 +125,19 @@ def _find_out(part: Part) -> Answer:
         module = import_module(part.name)
         found = _installed_version(part) or getattr(module, "__version__", "unknown")
     except BaseException as error:  # noqa: BLE001  # whatever it is, it is reported
-        return Answer(_installed_version(part) or "unknown", _described(error))
+        return Answer(_installed_version(part) or "unknown", _describe_error(error))
     try:
         if part.adapter is not None:
             import_module(part.adapter)
         devices = _DEVICES[part.name]() if part.name in _DEVICES else ()
     except BaseException as error:  # noqa: BLE001
-        return Answer(found, _described(error))
+        return Answer(found, _describe_error(error))
     if part.name == "triton" and not devices:
         return Answer(found, unusable="no CUDA device is visible")
     return Answer(found, runs_on=devices)
 
 
-def _described(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return an error in one paragraph; ours are sentences already."""
     text = " ".join(str(error).split())
     known = type(error).__module__ == "lossscale.errors"
@@ -195,7 +195,7 @@ _DEVICES = {
 def _answer(request: str) -> None:
     name, path, target = json.loads(request)
     sys.path[:0] = [entry for entry in path if entry not in sys.path]
-    found: dict[str, Any] = _find_out(PARTS[name])._asdict()
+    found: dict[str, Any] = _examine_here(PARTS[name])._asdict()
     Path(target).write_text(json.dumps(found), encoding="utf-8")
 
 

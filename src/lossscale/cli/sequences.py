@@ -95,11 +95,11 @@ def _from_file(file: Path, dtype: str) -> StepSequence:
         recording.finite,
         magnitudes=recording.magnitudes(dtype) if known else None,
         dtype=dtype,
-        remarks=tuple(_worth(recording)),
+        remarks=tuple(_list_limits(recording)),
     )
 
 
-def _worth(recording: "Recording") -> Iterable[str]:
+def _list_limits(recording: "Recording") -> Iterable[str]:
     """Yield the limits of the result that a recorded run gives."""
     size = recording.finite.size
     if recording.replayed == size:
@@ -138,13 +138,13 @@ def explain_bounds(
             high += [name] if result.scales.max() >= policy.max_scale else []
     if low:
         yield (
-            f"{_listed(low)} reached its lowest scale, by more back-offs than growths. "
-            "In training overflows end once the scale is low enough; here "
+            f"{_join_names(low)} reached its lowest scale, by more back-offs than "
+            "growths. In training overflows end once the scale is low enough; here "
             f"{_overflows(sequence, 'lower')}"
         )
     if high:
         yield (
-            f"{_listed(high)} reached its highest scale, by more growths than "
+            f"{_join_names(high)} reached its highest scale, by more growths than "
             "back-offs. In training overflows come more often the higher the scale "
             f"is; here {_overflows(sequence, 'higher')}"
         )
@@ -161,7 +161,7 @@ def _overflows(sequence: StepSequence, other: str) -> str:
     )
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     shown = ", ".join(names[:_MOST_LISTED])
     others = len(names) - _MOST_LISTED
     if others > 0:

@@ -144,17 +144,17 @@ def with_scale(library: str, values: Values, scale: float) -> dict[str, Any]:
         {'scale': 65536.0, 'fin_steps': 3}
     """
     keys = ("state", "scale") if library == "lossscale" else _find(library).scale
-    return _replaced(values, keys, scale)
+    return _replace_scale(values, keys, scale)
 
 
-def _replaced(values: Any, keys: tuple[str, ...], scale: float) -> dict[str, Any]:
+def _replace_scale(values: Any, keys: tuple[str, ...], scale: float) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         message = (
             f"A mapping with {keys[0]!r} was expected, got {format_value(values)}."
         )
         raise StateError(message)
     key, *others = keys
-    inner = _replaced(values.get(key), tuple(others), scale) if others else scale
+    inner = _replace_scale(values.get(key), tuple(others), scale) if others else scale
     return {**values, key: inner}
 
 

@@ -69,7 +69,7 @@ def draw(runs: list[Run], path: Path | str) -> None:
 def _draw_losses(axes: Axes, runs: list[Run]) -> None:
     steps = len(runs[0].losses)
     for run, colour, width, style in zip(runs, _COLOURS, _WIDTHS, _STYLES, strict=True):
-        smooth = _smoothed(run.losses)
+        smooth = _smooth(run.losses)
         axes.plot(smooth, color=colour, linewidth=width, linestyle=style)
     axes.set_yscale("log")
     axes.set_xlim(0, steps)
@@ -80,7 +80,7 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
         color=_INK,
         fontweight="bold",
     )
-    heights = _spread([float(_smoothed(run.losses)[-1]) for run in runs])
+    heights = _spread([float(_smooth(run.losses)[-1]) for run in runs])
     for run, colour, height in zip(runs, _COLOURS, heights, strict=True):
         axes.annotate(
             f"{run.name}\n{run.accuracy:.1%} of test images right",
@@ -119,7 +119,7 @@ def _draw_scales(axes: Axes, runs: list[Run]) -> None:
     axes.set_ylim(bottom=-1)
 
 
-def _smoothed(losses: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[float]:
+def _smooth(losses: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[float]:
     """Average each step with up to nine before it."""
     return [
         float(np.mean(losses[max(0, end - 10) : end]))

@@ -77,13 +77,13 @@ class Run:
     """Whether each step overflowed and left the weights alone."""
 
     accuracy: float
-    """Share of test images classified rightly at the end, in the run's own format."""
+    """Fraction of test images classified rightly at the end, in the run's own format."""
 
     flushed: float
-    """Share of weight-gradient entries lost to underflow.
+    """Fraction of weight-gradient entries lost to underflow.
 
     Of the entries that float32 finds non-zero, from the same weights and batch, the
-    share that the run itself found to be exactly zero; over every 25th step.
+    fraction that the run itself found to be exactly zero; over every 25th step.
     """
 
     final_scale: float

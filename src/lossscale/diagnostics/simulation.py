@@ -151,7 +151,7 @@ def simulate(
     dynamic = sum(type(policy) is Dynamic for policy in policies)
     runner = _loop(transition, _select)
     if dynamic * sequence.flags.size > WORTH_COMPILING:
-        runner = _compiled() or runner
+        runner = _compile_loop() or runner
     results = []
     for policy in policies:
         if type(policy) is Dynamic:
@@ -327,7 +327,7 @@ def _loop(rule: Callable[..., Any], where: Callable[..., Any]) -> Callable[..., 
 
 
 @cache
-def _compiled() -> Callable[..., Any] | None:
+def _compile_loop() -> Callable[..., Any] | None:
     """Return the loop in machine code, or None without numba."""
     try:
         import numba  # noqa: PLC0415  # a second, and only long simulations need it
@@ -339,10 +339,10 @@ def _compiled() -> Callable[..., Any] | None:
         warnings.warn(message, RuntimeWarning, stacklevel=3)
         return None
     compiled = numba.njit(_loop(numba.njit(transition), numba.njit(_select)))
-    return _interruptible(cast("Callable[..., Any]", compiled))
+    return _make_interruptible(cast("Callable[..., Any]", compiled))
 
 
-def _interruptible(function: Callable[..., Any]) -> Callable[..., Any]:
+def _make_interruptible(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled function that ^C ends with KeyboardInterrupt.
 
     One that comes while numba calls Python from C arrives as a SystemError.
