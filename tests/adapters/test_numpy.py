@@ -5,8 +5,8 @@ import pytest
 from conformance import (
     ClassicConformance,
     Framework,
-    HeadroomConformance,
     FunctionalConformance,
+    HeadroomConformance,
 )
 
 import lossscale.numpy as ls

@@ -77,7 +77,7 @@ class Run:
     """Whether each step overflowed and left the weights alone."""
 
     accuracy: float
-    """Fraction of test images classified rightly at the end, in the run's own format."""
+    """Fraction of test images classified correctly, in the run's own number format."""
 
     flushed: float
     """Fraction of weight-gradient entries lost to underflow.

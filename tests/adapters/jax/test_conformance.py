@@ -8,8 +8,8 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from conformance import (  # noqa: E402
     Framework,
-    HeadroomConformance,
     FunctionalConformance,
+    HeadroomConformance,
 )
 
 import lossscale.jax as ls  # noqa: E402

@@ -8,8 +8,8 @@ import numpy as np  # noqa: E402
 from conformance import (  # noqa: E402
     ClassicConformance,
     Framework,
-    HeadroomConformance,
     FunctionalConformance,
+    HeadroomConformance,
 )
 
 import lossscale.tensorflow as ls  # noqa: E402
