@@ -49,15 +49,11 @@ ENDINGS = {".py", ".md"}
 
 # Folders and pages that still have old words. Nothing is to be added here.
 UNCONVERTED = (
-    "src/lossscale/jax",
     "src/lossscale/keras",
-    "src/lossscale/optax",
     "src/lossscale/tensorflow",
     "src/lossscale/torch/inspection",
     "src/lossscale/torch/scaler/fused_optimizers.py",
-    "docs/adapters/jax.md",
     "docs/adapters/keras.md",
-    "docs/adapters/optax.md",
     "docs/adapters/tensorflow.md",
     "docs/architecture.md",  # it lists the files of these folders
     "docs/compatibility.md",
