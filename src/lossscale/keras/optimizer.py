@@ -211,7 +211,7 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         weights stay.
         """
         # With micro-batches it is no variable, but a number computed from one.
-        if int(ops.convert_to_numpy(self.iterations)) > 0:
+        if int(ops.convert_to_tensor(self.iterations)) > 0:
             super().finalize_variable_values(var_list)
 
     def check_finite(self, grads: Sequence[Any]) -> Array:

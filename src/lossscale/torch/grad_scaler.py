@@ -765,9 +765,10 @@ class GradScaler(torch.amp.GradScaler):
         optimizer = step.optimizer
         device = self._tensors()[0].device
         flags = list(step.found_inf.values())
-        found_inf = flags[0]
-        is_exact = step.has_own_flags and found_inf.device == device
-        if len(flags) > 1 or not is_exact or self._is_overridden(*_CHECK_HOOKS):
+        is_exact = len(flags) == 1 and step.has_own_flags and flags[0].device == device
+        if is_exact and not self._is_overridden(*_CHECK_HOOKS):
+            found_inf = flags[0]
+        else:
             found_inf = any_flag(flags, device)
         grad_scale = step.grad_scale
         if grad_scale is None and step.stage is OptState.READY:
