@@ -11,7 +11,7 @@ from helpers.processes import run_process
 from helpers.terminals import seen_on_a_terminal
 
 from lossscale.cli.doctor import _judge
-from lossscale.cli.probe import PARTS, Part, _find_out
+from lossscale.cli.probe import PARTS, Part, _examine_here
 
 COMMAND = [sys.executable, "-m", "lossscale", "doctor"]
 
@@ -121,7 +121,7 @@ def test_a_broken_installation_is_trouble_and_says_why(tmp_path, source, expecte
 
 
 def test_a_package_that_is_missing_is_no_trouble():
-    absent = _find_out(Part("no_such_module", "optax"))
+    absent = _examine_here(Part("no_such_module", "optax"))
     finding = _judge(PARTS["optax"], absent, {("optax", "optax"): ">=0.2.5"})
     assert ("not installed", None) == (finding.status, finding.problem)
     assert "pip install 'lossscale[optax]'" == finding.advice
