@@ -120,19 +120,19 @@ def test_a_short_run_does_not_load_numba():
 
 def test_a_short_run_without_numba_does_not_warn(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    module._compiled.cache_clear()
+    module._compile_loop.cache_clear()
     simulate([Dynamic()], np.ones(100, bool))
-    module._compiled.cache_clear()
+    module._compile_loop.cache_clear()
 
 
 def test_a_long_run_without_numba_warns_and_says_what_to_type(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.setattr(module, "WORTH_COMPILING", 100)
-    module._compiled.cache_clear()
+    module._compile_loop.cache_clear()
     flags = np.random.default_rng(0).random(200) > 0.1
     with pytest.warns(RuntimeWarning, match=r"pip install 'lossscale\[simulate\]'"):
         (slow,) = simulate([small("torch")], flags)
-    module._compiled.cache_clear()
+    module._compile_loop.cache_clear()
     expected = [state.scale for state in replay(small("torch"), flags.tolist())]
     assert expected == slow.scale_after(np.arange(1, 201)).tolist()
 
@@ -145,7 +145,7 @@ def test_an_interrupt_inside_numba_is_an_interrupt():
         raise SystemError from inner
 
     with pytest.raises(KeyboardInterrupt):
-        module._interruptible(interrupted)()
+        module._make_interruptible(interrupted)()
 
 
 def test_another_error_of_the_interpreter_is_not_taken_for_an_interrupt():
@@ -153,7 +153,7 @@ def test_another_error_of_the_interpreter_is_not_taken_for_an_interrupt():
         raise SystemError
 
     with pytest.raises(SystemError):
-        module._interruptible(broken)()
+        module._make_interruptible(broken)()
 
 
 def trained(policy, gradients):
