@@ -1,6 +1,7 @@
 # Everything from a bare machine with python3 (3.10 to 3.13), make and pip.
 #   make demo    installs what the command needs, no framework, and runs the demo
 #   make test    installs the frameworks of the tests too, and runs them all
+#   make matrix  TensorFlow and Keras in the oldest versions that we declare
 #   make check   formatting, lint, types, import contracts, words
 #   make bench   benchmarks on this machine
 #   make docs    the documentation, in docs/_build/html
@@ -11,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # The package is installed in place, built by the pinned hatchling.
 SELF := --no-build-isolation --editable
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test matrix check bench docs clean
 .DELETE_ON_ERROR:
 # One pip at a time in one environment.
 .NOTPARALLEL:
@@ -21,6 +22,9 @@ demo: $(VENV)/demo.stamp
 
 test: $(VENV)/test.stamp
 	$(BIN)/python tools/run_tests.py
+
+matrix: $(VENV)/created.stamp
+	$(BIN)/python tools/run_matrix.py $(VENV)/matrix
 
 check: $(VENV)/check.stamp
 	$(BIN)/ruff format --check

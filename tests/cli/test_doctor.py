@@ -100,7 +100,7 @@ def test_an_adapter_that_refuses_a_version_is_quoted(tmp_path):
     install(tmp_path, "keras", "2.15.0", source)
     _, part = examined("keras", path=tmp_path)
     assert "unsupported" == part["status"]
-    assert "needs Keras 3.10 or newer, this is 2.15.0" in part["problem"]
+    assert "needs Keras 3.14 or newer, this is 2.15.0" in part["problem"]
 
 
 @pytest.mark.parametrize(

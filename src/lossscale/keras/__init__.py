@@ -17,9 +17,9 @@ except ModuleNotFoundError as error:
         error, "keras", "Keras 3", also="one of tensorflow, jax and torch"
     ) from None
 
-if int(keras.__version__.partition(".")[0]) < 3:  # noqa: PLR2004  # Keras 3
+if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14):
     _message = (
-        f"lossscale.keras needs Keras 3.10 or newer, this is {keras.__version__}. "
+        f"lossscale.keras needs Keras 3.14 or newer, this is {keras.__version__}. "
         "Install it with: pip install 'lossscale[keras]'"
     )
     raise MissingPackageError(_message)

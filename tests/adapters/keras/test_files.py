@@ -41,7 +41,8 @@ def test_without_a_policy_the_config_has_the_four_keys_of_keras():
     inner = keras.optimizers.SGD(0.5)
     expected = Original(inner, 3.0, 2, name="mine").get_config()
     config = LossScaleOptimizer(inner, 3.0, 2, name="mine").get_config()
-    assert expected == config
+    # Before 3.12 Keras wrote settings that the class does not have.
+    assert config == {key: expected[key] for key in config}
     assert 4 == len(config)
 
 

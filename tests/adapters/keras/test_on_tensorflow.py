@@ -241,6 +241,8 @@ def test_applying_across_replicas_is_an_error():
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_the_loop_of_tf_keras_runs_in_a_function_with_clipping(jit_compile):
+    if jit_compile and tuple(map(int, tf.__version__.split(".")[:2])) < (2, 21):
+        pytest.skip("before TensorFlow 2.21, XLA's clip_by_value makes NaN a number")
     optimizer = LossScaleOptimizer(descent(), 4.0, 2)
     variable = tf.Variable([1.0, 2.0])
     traces = []
