@@ -27,7 +27,7 @@ with mock(["tensorflow", "keras", "tf_keras", "lightning", "transformers"]):
     tf.compat = SimpleNamespace(v1=SimpleNamespace(train=optimizers))
     decorators = SimpleNamespace(do_not_convert=lambda decorated: decorated)
     tf.autograph = SimpleNamespace(experimental=decorators)
-    keras.__version__ = "3"
+    keras.__version__ = "3.14"
     keras.optimizers = SimpleNamespace(LossScaleOptimizer=type("Optimizer", (), {}))
     keras.callbacks = SimpleNamespace(Callback=type("Callback", (), {}))
     keras.saving = SimpleNamespace(
