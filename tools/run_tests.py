@@ -65,14 +65,13 @@ SUITES = {
             "tests/packaging",
             "tests/demo",
             "tests/diagnostics",
-            # Skipped where the tracker is missing.
+            # Skipped where the tracker is missing, or Playwright, or chromium.
             "tests/loggers",
+            "tests/browser",
             "tests/adapters/test_numpy.py",
         ),
         {},
     ),
-    # Skipped where Playwright or chromium is missing.
-    "browser": Suite(("tests/browser",), {}),
     # Every code block of the README and the pages, every example in a docstring.
     "documents": Suite(("README.md", "PACKAGE.md", "docs", "src"), {}),
     "jax": Suite(("tests/adapters/jax",), {}),

@@ -175,7 +175,7 @@ ANNOUNCED = """
 from lossscale.cli import main
 from lossscale.diagnostics import simulation
 
-compiled = simulation._compiled
+compiled = simulation._compile_loop
 
 def announced():
     runner = compiled()
@@ -184,7 +184,7 @@ def announced():
         return runner(limits, *others)
     return run
 
-simulation._compiled = announced
+simulation._compile_loop = announced
 main()
 """
 

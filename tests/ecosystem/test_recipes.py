@@ -62,7 +62,7 @@ def test_two_optimizers_take_a_step_together_or_not_at_all():
 
 def test_a_run_goes_from_torch_to_ours_and_back_without_a_difference():
     lines = printed("resume_from_torch")
-    pattern = r"{} scale ([\d.e+]+), (\d+) clean steps, as without: True"
+    pattern = r"{} scale ([\d.e+]+), (\d+) finite steps, as without: True"
     names = ("torch's ", "ours    ", "torch's ")
     pairs = zip(names, lines[:3], strict=True)
     legs = [numbers(pattern.format(name), line) for name, line in pairs]

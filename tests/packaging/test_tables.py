@@ -62,7 +62,7 @@ def test_the_page_for_adapters_names_the_arguments_of_a_binding():
 
 
 def test_the_page_for_adapters_names_the_arguments_of_the_verbs():
-    shown = table_under("adding-a-framework.md", "## The five verbs")
+    shown = table_under("adding-a-framework.md", "## The functional API")
     names = ("init", "scale", "unscale", "update", "select")
     found = {name: signature(getattr(lossscale.numpy, name)) for name in names}
     assert found == shown

@@ -194,12 +194,12 @@ class GroupKernels(KernelLauncher):
         self._tables: Tables | None = None
         self._kept_tables = kept_tables
         self._bounds = bounds
-        self._smallest_bound = min(bounds)
+        self._smallest_bound = min(bounds, default=math.inf)
 
     def set_bounds(self, bounds: list[float]) -> None:
         """Set what each gradient may be once unscaled."""
         self._bounds, self._tables = bounds, None
-        self._smallest_bound = min(bounds)
+        self._smallest_bound = min(bounds, default=math.inf)
 
     def measure(
         self,
