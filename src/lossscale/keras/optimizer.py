@@ -210,8 +210,9 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         Before the first step the averages are zeros: if every step was skipped, the
         weights stay.
         """
-        # With micro-batches it is no variable, but a number computed from one.
-        if int(ops.convert_to_tensor(self.iterations)) > 0:
+        # With micro-batches `iterations` is a number computed from a variable, and
+        # under a strategy it has one value per replica: the comparison takes all three.
+        if bool(ops.greater(self.iterations, 0)):
             super().finalize_variable_values(var_list)
 
     def check_finite(self, grads: Sequence[Any]) -> Array:
