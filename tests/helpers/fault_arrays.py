@@ -75,18 +75,22 @@ class Loop:
     _others: dict[str, object] | None = None
     counts_skipped = False
     """Whether the step counter moves on a skipped step too."""
+    _last: dict[str, np.ndarray] | None = None
+    """Weights and optimizer state after the last step."""
 
     def take(self, step) -> None:
         """Take one step; raise if it has broken anything."""
         if step.resumes:
             self.resume()
-        before, count = self.arrays(), self.count()
+            self._last = None
+        before = self.arrays() if self._last is None else self._last
+        count = self.count()
         try:
             self.iterate(step)
             complete = True
         except InjectedError:
             complete = False  # the step may have been taken, or not
-        after = self.arrays()
+        after = self._last = self.arrays()
         check_finite(step.number, after)
         check_scale(step.number, self.scale(), self.low, self.high)
         if not complete:
@@ -109,12 +113,12 @@ class Loop:
     def resume(self) -> None:
         """Save everything, and go on with other objects that have loaded it.
 
-        They are new every tenth time, and else those of the last time but one: to
-        compile steps again takes a hundred times as long as to take them.
+        They are new every fortieth time, and else those of the last time but one: to
+        compile steps again takes hundreds of times as long as to take them.
         """
         saved = self.save()
         current = {name: getattr(self, name) for name in self.parts}
-        if self._others is None or self.resumed % 10 == 0:
+        if self._others is None or self.resumed % 40 == 0:
             self.make()
         else:
             vars(self).update(self._others)
