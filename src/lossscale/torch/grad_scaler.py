@@ -552,27 +552,27 @@ class GradScaler(torch.amp.GradScaler):
                 return clipping.empty_norm(clip, "cpu")
             self._check_scale_growth_tracker("clip_grad_norm_")
         step = self._begin_step(optimizer)
-        step.require_not_clipped()
+        if step.clipped:
+            step.refuse_clipped()
         live = self._live()
+        are_scaled = step.state["stage"] is OptState.READY and step.accumulator is None
+        if are_scaled and clip.fits_one_read and not self._is_overridden(*_CHECK_HOOKS):
+            norm = clipping.clip_in_one_read(
+                step, clip, self._checker, live, allow_fp16=self._options.allow_fp16
+            )
+            if norm is not None:
+                return norm
+        return self._clip_after_unscaling(step, clip, live)
+
+    def _clip_after_unscaling(
+        self, step: OptimizerStep, clip: clipping.ClipOptions, live: LiveState
+    ) -> torch.Tensor:
+        """Unscale gradients that are not unscaled yet, then clip them."""
         if step.stage is OptState.READY:
-            if step.accumulator is None:
-                norm = self._clip_scaled(step, clip, live)
-                if norm is not None:
-                    return norm
+            if step.accumulator is None and self._has_nothing_to_clip(step.optimizer):
+                return clipping.empty_norm(clip, live.tensor.device)
             self.unscale_(step.optimizer)
         return clipping.clip_after_unscaling(step, clip, self._checker, live)
-
-    def _clip_scaled(
-        self, step: OptimizerStep, clip: clipping.ClipOptions, live: LiveState
-    ) -> torch.Tensor | None:
-        """Clip scaled gradients in one read; `None` if they must be unscaled first."""
-        if not has_grads(step.optimizer) and self._has_nothing_to_clip(step.optimizer):
-            return clipping.empty_norm(clip, live.tensor.device)
-        if not clip.fits_one_read or self._is_overridden(*_CHECK_HOOKS):
-            return None
-        return clipping.clip_in_one_read(
-            step, clip, self._checker, live, allow_fp16=self._options.allow_fp16
-        )
 
     def _has_nothing_to_clip(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether there is no gradient, here or on a rank that waits for this one.
@@ -666,7 +666,8 @@ class GradScaler(torch.amp.GradScaler):
         fused_optimizers.refuse_scaler_takers(step.optimizer for step in steps)
         try:
             for step in steps:
-                self._prepare(step)
+                if step.stage is OptState.READY:
+                    self._prepare(step)
                 step.require_checked()
         finally:
             for step in steps:
@@ -682,10 +683,11 @@ class GradScaler(torch.amp.GradScaler):
         iteration = self._iteration
         step = iteration.begin(optimizer)
         stage = step.state["stage"]
-        if stage is not OptState.READY:
-            step.require_not_stepped()
-            if step.has_stale_check(iteration.losses):
-                self._check_again(step)
+        if stage is OptState.STEPPED:
+            step.refuse_stepped()
+        is_old = stage is not OptState.READY and step.losses != iteration.losses
+        if is_old and step.has_stale_check():
+            self._check_again(step)
         return step
 
     def _check_again(self, step: OptimizerStep) -> None:
@@ -726,8 +728,10 @@ class GradScaler(torch.amp.GradScaler):
             result = fused_optimizers.step_with_scaler(stepped, self, arguments)
             step.mark_stepped()
             return result
-        if not is_prepared:
+        if step.state["stage"] is OptState.READY and not is_prepared:
             self._prepare(step)
+        if not is_fused and not step.state["found_inf_per_device"]:
+            step.require_checked()
         if step.stepping is None:
             step.mark_stepping()
         args, kwargs = arguments
@@ -743,17 +747,14 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _prepare(self, step: OptimizerStep) -> None:
-        """Check scaled gradients; unscale them if the optimizer cannot."""
+        """Check gradients as they came; unscale them if the optimizer cannot."""
         is_fused = getattr(step.optimizer, "_step_supports_amp_scaling", False)
-        if step.stage is OptState.READY:
-            if is_fused and step.accumulator is None:
-                self._check_inf_per_device(step.optimizer)
-            elif self._is_overridden("unscale_"):
-                self.unscale_(step.optimizer)
-            else:
-                self._unscale(step, stepping=True)
-        if not is_fused and not step.state["found_inf_per_device"]:
-            step.require_checked()
+        if is_fused and step.accumulator is None:
+            self._check_inf_per_device(step.optimizer)
+        elif self._is_overridden("unscale_"):
+            self.unscale_(step.optimizer)
+        else:
+            self._unscale(step, stepping=True)
 
     def _step_fused(
         self,
@@ -863,7 +864,7 @@ class GradScaler(torch.amp.GradScaler):
         outcomes = None
         if flagged or new_scale is None:
             outcomes = outcome.collect_outcomes(
-                iteration, flagged, scale, steps_itself=self._is_overridden("step")
+                iteration, flagged, scale, partial(self._is_overridden, "step")
             )
         # First: a step that is interrupted from here on is over, and is not counted
         # twice if update() is called again.
@@ -952,7 +953,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> FoundInf:
         optimizer = unwrap(optimizer)
         state = self._per_optimizer_states.get(id(optimizer))
-        step = None if state is None else self._iteration.step_of(state)
+        step = None if state is None else self._iteration.steps.get(id(state))
         flags, _ = self._checker.check(
             optimizer,
             step,
@@ -1043,7 +1044,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _current_update(self) -> ScaleUpdate:
         """Return the update; made again if a factor was assigned by hand."""
-        if self._options.policy is None and self._factors() != self._updated_factors:
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        if self._options.policy is None and factors != self._updated_factors:
             self._use(self._make_scale_update())
         return self._scale_update
 

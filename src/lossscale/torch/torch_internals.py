@@ -5,6 +5,7 @@ Each was there in every version that is supported; a test calls all of them.
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
 
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
+
+foreach_unscale_: Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], object]
+foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+"""Multiplies tensors by a number, and sets a flag if one is not finite."""
+
+flatten: Callable[[list[torch.Tensor]], torch.Tensor] = (
+    torch._utils._flatten_dense_tensors
+)
+"""Copies the elements of tensors to one tensor of one dimension."""
 
 all_addresses_equal: (
     Callable[[Sequence[torch.Tensor], list[int], list[int]], bool] | None
@@ -40,9 +50,8 @@ new_optimizer_state: Callable[[], dict[str, Any]] = _refresh_per_optimizer_state
 """Makes torch's state of one optimizer: READY, without flags."""
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to."""
-    return tensor._version
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Returns how often a tensor was written to."""
 
 
 def uncoalesced_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Verdicts by torch's own operations: the cases of the kernels, against NumPy."""
+"""Summaries by torch's own operations: the cases of the kernels, against NumPy."""
 
 import math
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -10,7 +11,7 @@ if torch.get_default_device().type != "cpu":
 
 from kernels import gpu_cases  # noqa: E402
 
-from lossscale.torch.inspection import eager  # noqa: E402
+from lossscale.torch.inspection import eager, host  # noqa: E402
 from lossscale.torch.inspection.groups import invert  # noqa: E402
 from lossscale.torch.inspection.request import InspectionRequest  # noqa: E402
 from lossscale.torch.inspection.summary import (  # noqa: E402
@@ -27,10 +28,8 @@ CASES = gpu_cases.cases("cpu", chunk=128, many=300)
 
 def measure_on_host(grads, scale, inverse, request, bounds):
     """Return the host's summary as a buffer, as the device's is."""
-    layout = eager.HostLayout(grads, bounds)
-    numbers, amaxes = eager.measure_on_host(
-        grads, scale.item(), inverse.item(), request, layout
-    )
+    layout = host.HostLayout(grads, bounds)
+    numbers, amaxes = host.measure(grads, scale.item(), inverse.item(), request, layout)
     return torch.tensor(numbers + (amaxes or []))
 
 
@@ -82,9 +81,42 @@ class Combined(Eager):
 PARAMETERS = [pytest.param(case, id=case.name) for case in CASES]
 
 
+@pytest.fixture(params=[0, host.FLAT_ELEMENTS], ids=["each_tensor", "one_copy"])
+def flat_elements(request, monkeypatch):
+    """Read every gradient by itself, or copy small ones to one tensor first."""
+    monkeypatch.setattr(host, "FLAT_ELEMENTS", request.param)
+
+
+@pytest.mark.usefixtures("flat_elements")
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_the_hosts_way_is_what_numpy_says(case):
     gpu_cases.check(case, Eager(measure_all_on_host), strict=False)
+
+
+@pytest.mark.usefixtures("flat_elements")
+def test_the_host_finds_the_tensors_that_are_not_finite():
+    rng = np.random.default_rng(0)
+    values = [0.5, math.inf, -math.inf, math.nan]
+    for _ in range(300):
+        arrays = [
+            rng.choice(values, p=[0.85, 0.05, 0.05, 0.05], size=shape).astype("f4")
+            for shape in rng.integers(1, 5, size=(rng.integers(1, 6), 2))
+        ]
+        expected = [
+            math.nan if np.isnan(array).any() else float(np.abs(array).max())
+            for array in arrays
+        ]
+        gradients = [torch.from_numpy(array) for array in arrays]
+        layout = host.HostLayout(gradients, [math.inf] * len(gradients))
+        result = host.measure(gradients, 2.0, 0.5, InspectionRequest(), layout)
+        if np.isfinite(expected).all():
+            assert result.amax_per_tensor is None
+            assert result.numbers[FOUND_INF] == 0.0
+            continue
+        assert result.numbers[FOUND_INF] == 1.0
+        for found, kind in zip(result.amax_per_tensor, expected, strict=True):
+            assert math.isnan(found) == math.isnan(kind)
+            assert math.isinf(found) == math.isinf(kind)
 
 
 @pytest.mark.parametrize("case", PARAMETERS)

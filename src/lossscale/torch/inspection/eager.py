@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend that inspects gradients with torch's own operations, on any device.
+"""The backend that inspects gradients on a device with torch's own operations.
 
-It is also the oracle of the kernels. On a CPU nothing is asynchronous: the host reads
-each result and chooses the cheapest operation, and a summary is a list of Python
-floats. On other devices nothing may be read back, so every decision is a tensor.
-
-All functions take dense real tensors of one device; some of them may have no element.
+It is also the oracle of the kernels. Nothing may be read back, so every decision is a
+tensor. All functions take dense real tensors of one device; some of them may have no
+element. For a CPU there is `host.py`.
 """
 
 import math
@@ -15,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from lossscale.core.validation import FLOAT32_MAX, as_float32
+from lossscale.core.validation import FLOAT32_MAX
 from lossscale.torch.inspection.request import EPSILON, LIMITS, InspectionRequest
 from lossscale.torch.inspection.summary import (
     AMAX,
@@ -27,14 +25,10 @@ from lossscale.torch.inspection.summary import (
     SCALE,
     TOO_LARGE,
 )
-from lossscale.torch.torch_internals import foreach_mul_, foreach_norm
+from lossscale.torch.torch_internals import foreach_mul_
 
-
-class HostMeasurement(NamedTuple):
-    """A summary's numbers on a CPU, and the largest magnitude of each tensor."""
-
-    numbers: list[float]
-    amax_per_tensor: list[float] | None
+NARROW = (torch.float16, torch.bfloat16)
+"""dtypes to which torch rounds a Python number before it multiplies by it."""
 
 
 class Agreement(NamedTuple):
@@ -46,221 +40,6 @@ class Agreement(NamedTuple):
     amax: torch.Tensor
     norm: torch.Tensor | None
     """`None` for the norm of this rank's gradients."""
-
-
-# -- on a CPU --------------------------------------------------------------------------
-
-
-class HostLayout:
-    """What a list of gradients in the host's memory has in common at every step.
-
-    Reading an attribute of each of two thousand tensors costs a tenth of a millisecond;
-    as long as their layout stays, these are the answers.
-    """
-
-    def __init__(self, grads: list[torch.Tensor], bounds: list[float]) -> None:
-        """Read the dtypes and sizes.
-
-        Args:
-            grads: The gradients.
-            bounds: What each of them may be once unscaled; see `headroom.py`.
-        """
-        self.bounds = bounds
-        self.limits = [LIMITS[grad.dtype] for grad in grads]
-        self.smallest_bound = min(bounds, default=math.inf)
-        self.smallest_limit = min(self.limits, default=math.inf)
-        has_elements = all(grad.numel() for grad in grads)
-        self.is_narrow = any(grad.dtype in _NARROW for grad in grads)
-        self.is_plain = (
-            bool(grads)
-            and has_elements
-            and not self.is_narrow
-            and len({grad.dtype for grad in grads}) == 1
-        )
-        """Whether one foreach operation can take all of them."""
-
-
-@torch.no_grad()
-def measure_on_host(
-    grads: list[torch.Tensor],
-    scale: float,
-    inverse: float,
-    request: InspectionRequest,
-    layout: HostLayout,
-) -> HostMeasurement:
-    """Measure gradients that are in the host's memory.
-
-    The norm of each tensor is the cheapest read there is. If the norm of all of them is
-    small enough, so is every element. If it is not finite, the tensors whose norm is
-    not finite are read again: a sum of squares may be infinite where no element is.
-
-    Args:
-        grads: The gradients.
-        scale: The scale that they carry.
-        inverse: Its inverse, a float32 number.
-        request: What to measure.
-        layout: Their layout.
-    """
-    norm, amaxes, too_large = NOT_MEASURED, None, False
-    needs_amaxes = True
-    if request.norm_type != math.inf:
-        norm, norms = _norms_on_host(grads, layout)
-        smallest = layout.smallest_limit
-        if request.compares_with(layout.smallest_bound):
-            smallest = min(smallest, layout.smallest_bound)
-        needs_amaxes = request.measure_amax or not (
-            inverse > 0.0 and norm * inverse <= smallest
-        )
-        if needs_amaxes and not request.measure_amax and not math.isfinite(norm):
-            amaxes = _find_nonfinite(grads, norms)
-            needs_amaxes = amaxes is None
-    if needs_amaxes:
-        if math.isinf(norm):  # in float64 it may be finite
-            norm = torch.linalg.vector_norm(_norms(grads)).item()
-        norm, amaxes, too_large = _measure_amaxes(grads, norm, inverse, request, layout)
-    if request.unscale_in_place:
-        multiply_on_host_(grads, inverse, layout)
-    has_amax = needs_amaxes and amaxes is not None
-    return _summarize_on_host(
-        scale, inverse, norm, amaxes, request, too_large=too_large, has_amax=has_amax
-    )
-
-
-@torch.no_grad()
-def multiply_on_host_(
-    grads: list[torch.Tensor], factor: float, layout: HostLayout
-) -> None:
-    """Multiply gradients in the host's memory by one float32 number, in place."""
-    if layout.is_plain:
-        foreach_mul_(grads, factor)
-    else:
-        multiply_(grads, factor)
-
-
-def _find_nonfinite(
-    grads: list[torch.Tensor], norms: torch.Tensor
-) -> list[float] | None:
-    """Return NaN or infinity for each tensor that is not finite, else its norm.
-
-    `None` if there is a tensor whose norm alone is infinite.
-    """
-    found: list[float] = norms.tolist()
-    infinite = [index for index, norm in enumerate(found) if norm == math.inf]
-    if infinite:
-        amaxes = amax_per_tensor([grads[index] for index in infinite]).tolist()
-        for index, amax in zip(infinite, amaxes, strict=True):
-            found[index] = amax
-        if any(map(math.isfinite, amaxes)):
-            return None
-    return found
-
-
-def _measure_amaxes(
-    grads: list[torch.Tensor],
-    norm: float,
-    inverse: float,
-    request: InspectionRequest,
-    layout: HostLayout,
-) -> tuple[float, list[float], bool]:
-    """Return the norm, the largest magnitudes, and whether one of them is too large."""
-    amaxes: list[float] = amax_per_tensor(grads).tolist()
-    if request.norm_type == math.inf:
-        norm = max(amaxes, key=_nan_last)
-    too_large = False
-    if request.compares_with(layout.smallest_bound):
-        pairs = zip(amaxes, layout.bounds, strict=True)
-        too_large = any(amax * inverse > bound for amax, bound in pairs)
-    pairs = zip(amaxes, layout.limits, strict=True)
-    return norm, [_shown(amax, inverse, limit) for amax, limit in pairs], too_large
-
-
-def _summarize_on_host(
-    scale: float,
-    inverse: float,
-    norm: float,
-    amaxes: list[float] | None,
-    request: InspectionRequest,
-    *,
-    too_large: bool,
-    has_amax: bool,
-) -> HostMeasurement:
-    """Return the numbers of a summary; `norm` is still scaled."""
-    finite, nan, amax = True, False, NOT_MEASURED
-    if amaxes is not None:
-        finite = all(map(math.isfinite, amaxes))
-        nan = any(map(math.isnan, amaxes))
-        if has_amax:
-            amax = max(filter(math.isfinite, amaxes), default=0.0)
-    clip, grad_scale, factor = 1.0, scale, inverse
-    if norm != NOT_MEASURED:
-        norm = norm / scale if scale else math.inf
-        if request.max_norm < math.inf:
-            clip = min(1.0, request.max_norm / (norm + EPSILON))  # NaN stays 1
-            grad_scale = _to_float32(scale / clip) if clip else math.inf
-            factor = clip * inverse
-            # Such a norm would clip everything to zero.
-            too_large = too_large or not norm <= FLOAT32_MAX
-        norm = math.inf if norm > FLOAT32_MAX else norm
-    too_large = finite and too_large
-    if request.as_grad_scale and not too_large:
-        finite = finite and grad_scale <= FLOAT32_MAX
-    found_inf = 1.0 if too_large or not finite else 0.0
-    numbers = [found_inf, 1.0 if nan else 0.0, amax, norm, grad_scale, factor]
-    numbers += [scale, clip, 1.0 if too_large else 0.0, NOT_MEASURED]
-    return HostMeasurement(numbers, amaxes)
-
-
-def _norms_on_host(
-    grads: list[torch.Tensor], layout: HostLayout
-) -> tuple[float, torch.Tensor]:
-    """Return the norm of all gradients and that of each.
-
-    In float64 where float32 is not enough.
-    """
-    if layout.is_plain:
-        norms = torch.stack(foreach_norm(grads, 2))
-        total: float = torch.linalg.vector_norm(norms, dtype=torch.float64).item()
-        if not total < _LOST_TO_UNDERFLOW:
-            return total, norms
-    if not grads:
-        return 0.0, torch.zeros(0)
-    norms = _norms(grads)
-    return torch.linalg.vector_norm(norms).item(), norms
-
-
-_NARROW = (torch.float16, torch.bfloat16)
-
-_LOST_TO_UNDERFLOW = 2.0**-45
-"""Squares of a float32 norm below this may have lost too much to underflow."""
-
-
-def _shown(amax: float, inverse: float, limit: float) -> float:
-    """Return a magnitude as a summary has it: infinite if it cannot be unscaled."""
-    usable = math.isnan(amax) or (inverse > 0.0 and amax * inverse <= limit)
-    return min(amax, FLOAT32_MAX) if usable else math.inf  # NaN stays NaN
-
-
-def invert_on_host(scale: float) -> float:
-    """Return 1 / scale, divided in float64 and rounded to float32."""
-    if scale == 0.0:
-        return math.inf
-    inverse = 1.0 / scale
-    if abs(inverse) <= FLOAT32_MAX or math.isnan(inverse):
-        return as_float32(inverse)
-    return math.copysign(math.inf, inverse)
-
-
-def _to_float32(number: float) -> float:
-    """Return a number rounded to float32; infinity if it is beyond, or NaN."""
-    return as_float32(number) if number <= FLOAT32_MAX else math.inf
-
-
-def _nan_last(number: float) -> tuple[bool, float]:
-    """Return a key that sorts magnitudes as torch's maximum does: NaN is largest."""
-    return math.isnan(number), number
-
-
-# -- on a device -----------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -303,7 +82,7 @@ def measure_on_device(
     norm = torch.full((), NOT_MEASURED, dtype=wide, device=scale.device)
     if request.wants_norm:
         is_amax = request.norm_type == math.inf
-        scaled = amaxes.amax() if is_amax else _norms(grads).square().sum().sqrt()
+        scaled = amaxes.amax() if is_amax else norms_of(grads).square().sum().sqrt()
         norm = scaled * times
     agreement = Agreement(
         finite=(amaxes < math.inf).all(),
@@ -399,7 +178,7 @@ def _narrow(numbers: torch.Tensor) -> torch.Tensor:
     return torch.where(is_beyond, FLOAT32_MAX, numbers).to(torch.float32)
 
 
-# -- on either -------------------------------------------------------------------------
+# -- on any device ---------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -411,7 +190,7 @@ def multiply_(grads: list[torch.Tensor], factor: float | torch.Tensor) -> None:
     """
     for group in _by_dtype(grads):
         number = factor
-        if isinstance(factor, float) and group[0].dtype in _NARROW:
+        if isinstance(factor, float) and group[0].dtype in NARROW:
             # torch would round a Python number to float16 before it multiplies.
             number = torch.full((), factor, dtype=torch.float32, device="cpu")
         foreach_mul_(group, number)
@@ -438,7 +217,7 @@ def amax_per_tensor(grads: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([amax.to(wide) for amax in amaxes])
 
 
-def _norms(grads: Iterable[torch.Tensor]) -> torch.Tensor:
+def norms_of(grads: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the norm of each tensor, in the widest dtype of its device."""
     return torch.stack(
         [

@@ -15,11 +15,10 @@ import torch
 
 from lossscale.errors import ContextError
 from lossscale.torch.devices import is_capturing
-from lossscale.torch.inspection import eager, kernel_backend
+from lossscale.torch.inspection import eager, host, kernel_backend
 from lossscale.torch.inspection.layout_cache import layout_of
 from lossscale.torch.inspection.request import LIMITS, InspectionRequest
 from lossscale.torch.inspection.summary import (
-    FACTOR,
     FOUND_INF,
     HEADER,
     GradientSummary,
@@ -61,7 +60,7 @@ class CarriedScale(NamedTuple):
     def on_host(self) -> tuple[float, float]:
         """Return both as Python numbers."""
         number: float = self.known.item()
-        other = eager.invert_on_host(number)
+        other = host.invert(number)
         return (number, other) if self.inverse is None else (other, number)
 
 
@@ -110,8 +109,10 @@ class GradientGroups:
         self.states_seen: int | None = None
         """How many parameters had an optimizer state when the bounds were set."""
         self._orders: dict[torch.device, torch.Tensor] = {}
-        self._host_layout: eager.HostLayout | None = None
+        self._host_layout: host.HostLayout | None = None
         """If all gradients are in the host's memory."""
+        self._scale_on_host = self._inverse_on_host = 1.0
+        """The last scale, and its inverse."""
         if self.is_foreign:
             return
         self.bounds = [LIMITS[to_dense(grad).dtype] for grad in grads]
@@ -172,29 +173,27 @@ class GradientGroups:
             carried: The scale that they carry.
             request: What to measure.
         """
-        if self.is_on_host:
-            return self._measure_on_host(grads, carried, request)
-        buffers = self.measure_groups(grads, carried, request)
-        device = carried.known.device
-        return self.merge(buffers, device, request)
-
-    def _measure_on_host(
-        self,
-        grads: list[torch.Tensor],
-        carried: CarriedScale,
-        request: InspectionRequest,
-    ) -> tuple[GradientSummary, FoundInf]:
-        """Measure gradients that are all in the host's memory."""
+        if not self.is_on_host:
+            buffers = self.measure_groups(grads, carried, request)
+            return self.merge(buffers, carried.known.device, request)
         group = self.groups[0]
         own = grads if group.is_dense else [to_dense(grad) for grad in grads]
-        scale, inverse = carried.on_host()
+        if carried.scale is None:
+            scale, inverse = carried.on_host()
+        else:
+            scale = carried.scale.item()
+            if scale != self._scale_on_host:
+                self._scale_on_host = scale
+                self._inverse_on_host = host.invert(scale)
+            inverse = self._inverse_on_host
         layout = self._host_layout
         if layout is None:
-            layout = self._host_layout = eager.HostLayout(own, self.bounds)
-        measured = eager.measure_on_host(own, scale, inverse, request, layout)
+            layout = self._host_layout = host.HostLayout(own, self.bounds)
+        measured = host.measure(own, scale, inverse, request, layout)
         summary = GradientSummary(*measured, None, self.bounds)
-        flag = measured.numbers[FOUND_INF]
-        return summary, {group.device: make_flag(flag, group.device)}
+        # A copy takes a third of the time of a new tensor.
+        flag = _FLAGS[measured.numbers[FOUND_INF]].clone()
+        return summary, {group.device: flag}
 
     def measure_groups(
         self,
@@ -263,17 +262,14 @@ class GradientGroups:
 
     # -- changing ----------------------------------------------------------------------
 
-    def rescale_(self, grads: list[torch.Tensor], summary: GradientSummary) -> None:
-        """Multiply the gradients by the factor of a summary, in place."""
-        self.multiply_(grads, summary.numbers[FACTOR])
-
     def multiply_(
         self, grads: list[torch.Tensor], factor: float | torch.Tensor
     ) -> None:
         """Multiply the gradients by one float32 number, in place."""
         if self._host_layout is not None and isinstance(factor, float):
-            own = self._select(self.groups[0], grads)
-            eager.multiply_on_host_(own, factor, self._host_layout)
+            is_dense = self.groups[0].is_dense
+            own = grads if is_dense else [to_dense(grad) for grad in grads]
+            host.multiply_by_float_(own, factor, self._host_layout)
             return
         for group in self.groups:
             own = self._select(group, grads)
@@ -294,8 +290,6 @@ class GradientGroups:
 
 def make_flag(value: float, device: torch.device) -> torch.Tensor:
     """Return a flag as torch's protocol has it: one float32 number."""
-    if device.type == "cpu":  # a copy takes a third of the time
-        return _FLAGS[value].clone()
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
@@ -348,10 +342,8 @@ def _measure_eagerly(
     """Return the buffer of a summary that torch's operations make."""
     if device.type == "cpu":
         scale_and_inverse = carried.on_host()
-        layout = eager.HostLayout(grads, bounds)
-        numbers, amaxes = eager.measure_on_host(
-            grads, *scale_and_inverse, request, layout
-        )
+        layout = host.HostLayout(grads, bounds)
+        numbers, amaxes = host.measure(grads, *scale_and_inverse, request, layout)
         # A part says the magnitude of each tensor, so that the whole can.
         listed = amaxes or [0.0] * len(grads)
         return torch.tensor(numbers + listed, dtype=torch.float32, device="cpu")

@@ -5,7 +5,6 @@ One walk over the parameters per inspection. It knows nothing of the stages of a
 of policies: it receives what to measure and returns an `Inspection`.
 """
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ import torch
 from lossscale.torch.distributed.consensus import Number
 from lossscale.torch.distributed.dtensor import local_shard, redistribute_grads
 from lossscale.torch.distributed.rank_groups import RankGroups
-from lossscale.torch.distributed.reduction_plan import ReductionPlan, Sharding
+from lossscale.torch.distributed.reduction_plan import ReductionPlan
 from lossscale.torch.inspection import headroom
 from lossscale.torch.inspection.groups import CarriedScale, FoundInf, GradientGroups
 from lossscale.torch.inspection.ranked import RankContext, measure_over_ranks
 from lossscale.torch.inspection.request import InspectionRequest
-from lossscale.torch.inspection.summary import GRAD_SCALE, NORM, GradientSummary
+from lossscale.torch.inspection.summary import FACTOR, GradientSummary
 
 if TYPE_CHECKING:
     from lossscale.torch.inspection.kernels.launch import Tables
@@ -47,27 +46,11 @@ class Inspection:
     found_inf: FoundInf
     collected: Collected
 
-    @property
-    def norm(self) -> torch.Tensor:
-        """The norm of the unscaled gradients, on their device."""
-        return as_tensor(self.summary.numbers[NORM])
-
-    @property
-    def grad_scale(self) -> torch.Tensor:
-        """What a fused optimizer divides the gradients by."""
-        return as_tensor(self.summary.numbers[GRAD_SCALE])
-
     def rescale_(self) -> None:
         """Multiply the gradients by clip factor and inverse scale, in place."""
         if self.collected.groups is not None:
-            self.collected.groups.rescale_(self.collected.grads, self.summary)
-
-
-def as_tensor(number: float | torch.Tensor) -> torch.Tensor:
-    """Return a number of a summary as a float32 tensor of no dimension."""
-    if isinstance(number, torch.Tensor):
-        return number
-    return torch.full((), number, dtype=torch.float32, device="cpu")
+            factor = self.summary.numbers[FACTOR]
+            self.collected.groups.multiply_(self.collected.grads, factor)
 
 
 class GradientInspector:
@@ -86,26 +69,36 @@ class GradientInspector:
 
     def collect(self, optimizer: torch.optim.Optimizer) -> Collected:
         """Collect and group the gradients of an optimizer."""
-        plan, shardings, has_shards = None, None, False
-        declared = self.rank_groups
-        if (
-            declared.deciding
-            or declared.shards_over_world
-            or "torch.distributed.tensor" in sys.modules
-        ):
+        plan, shardings = None, None
+        # A DTensor has a mesh, and a mesh has process groups.
+        if self.rank_groups.deciding or _has_process_groups():
             found = self._find_plan(optimizer)
             if found is not None and (found.groups or found.has_dtensors):
                 params = params_of(optimizer)
                 redistribute_grads(params)
-                has_shards = True
                 if found.groups:  # none on a mesh of one rank
                     plan, shardings = found, found.shardings_of_grads(params)
-        grads = grads_of(optimizer)
+            has_shards = found is not None and found.has_dtensors
+        else:
+            has_shards = False
+        grads = [
+            grad
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if (grad := param.grad) is not None
+        ]
         if has_shards:
             grads = list(map(local_shard, grads))
         if not grads:
             return Collected(grads, None, plan)
-        groups = self._groups_for(optimizer, grads, shardings)
+        try:
+            groups = self._groups.get(optimizer)
+        except TypeError:  # the optimizer has no weak references
+            groups = None
+        if groups is None or not groups.fits(grads, shardings):
+            groups = GradientGroups(grads, self._kept_tables, shardings)
+            with suppress(TypeError):
+                self._groups[optimizer] = groups
         if groups.has_sparse:
             grads = _coalesce_grads(optimizer)
         states_seen = len(optimizer.state) if hasattr(optimizer, "state") else 0
@@ -124,7 +117,7 @@ class GradientInspector:
     def _find_plan(self, optimizer: torch.optim.Optimizer) -> ReductionPlan | None:
         """Return the plan of an optimizer; `None` if no rank or DTensor is known."""
         declared = self.rank_groups = self.rank_groups.resolve()
-        if not declared.deciding and "torch.distributed.tensor" not in sys.modules:
+        if not declared.deciding and not _has_process_groups():
             return None
         plan: ReductionPlan | None = None
         with suppress(TypeError):  # the optimizer has no weak references
@@ -134,23 +127,6 @@ class GradientInspector:
             with suppress(TypeError):
                 self._plans[optimizer] = plan
         return plan
-
-    def _groups_for(
-        self,
-        optimizer: torch.optim.Optimizer,
-        grads: list[torch.Tensor],
-        shardings: list[Sharding] | None,
-    ) -> GradientGroups:
-        """Return the groups of gradients, made again only if their layout changed."""
-        try:
-            groups = self._groups.get(optimizer)
-        except TypeError:  # the optimizer has no weak references
-            groups = None
-        if groups is None or not groups.fits(grads, shardings):
-            groups = GradientGroups(grads, self._kept_tables, shardings)
-            with suppress(TypeError):
-                self._groups[optimizer] = groups
-        return groups
 
     # -- measuring ---------------------------------------------------------------------
 
@@ -211,22 +187,18 @@ def has_grads(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def grads_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the gradients that there are, in the order of the parameters."""
-    return [
-        grad
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if (grad := param.grad) is not None
-    ]
-
-
 def _coalesce_grads(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Add up entries of sparse gradients that have the same index, as optimizers do.
 
     The sum may be infinite where no summand is.
     """
-    for param in params_of(optimizer):
+    params = params_of(optimizer)
+    for param in params:
         if param.grad is not None and param.grad.is_sparse:
             param.grad = param.grad.coalesce()
-    return grads_of(optimizer)
+    return [param.grad for param in params if param.grad is not None]
+
+
+_has_process_groups: Callable[[], bool] = (
+    torch.distributed.is_initialized if torch.distributed.is_available() else bool
+)

@@ -122,7 +122,7 @@ class GradientSummary:
         numbers = self.numbers
         if isinstance(numbers, list):
             numbers[FOUND_INF] = flag.item()
-        elif flag.data_ptr() != numbers[FOUND_INF].data_ptr():
+        elif flag.data_ptr() != numbers.data_ptr():  # FOUND_INF is the first
             numbers[FOUND_INF].copy_(flag.reshape(()))
 
     def set_too_large(self, flag: torch.Tensor) -> None:

@@ -14,8 +14,13 @@ from lossscale.torch.inspection.groups import CarriedScale
 from lossscale.torch.inspection.inspector import Inspection
 from lossscale.torch.inspection.ranked import measure_over_ranks
 from lossscale.torch.inspection.request import InspectionRequest
-from lossscale.torch.inspection.summary import FOUND_INF, TOO_LARGE
-from lossscale.torch.scaler.fused_optimizers import takes_grad_scale
+from lossscale.torch.inspection.summary import (
+    FOUND_INF,
+    GRAD_SCALE,
+    NORM,
+    TOO_LARGE,
+)
+from lossscale.torch.scaler.fused_optimizers import takes_scaler
 from lossscale.torch.scaler.gradient_checker import GradientChecker, LiveState
 from lossscale.torch.scaler.iteration import OptimizerStep
 
@@ -29,11 +34,8 @@ class ClipOptions(NamedTuple):
     per_group: bool = False
     error_if_nonfinite: bool = False
     write_back: bool = False
-
-    @property
-    def fits_one_read(self) -> bool:
-        """Whether the check of the gradients can measure this norm as well."""
-        return not self.per_group and self.norm_type in (2.0, math.inf)
+    fits_one_read: bool = True
+    """Whether the check of the gradients can measure this norm as well."""
 
 
 def parse_clip_options(
@@ -76,7 +78,11 @@ def parse_clip_options(
         per_group,
         validation.check_bool("error_if_nonfinite", error_if_nonfinite),
         validation.check_bool("write_back", write_back),
+        fits_one_read=not per_group and order in _MEASURED_ORDERS,
     )
+
+
+_MEASURED_ORDERS = (2.0, math.inf)
 
 
 def _parse_order(norm_type: float) -> float:
@@ -120,10 +126,12 @@ def clip_in_one_read(
     """Check and clip gradients that are still scaled, in one read.
 
     Returns:
-        Their norm; `None` if only torch's own operation can unscale them.
+        Their norm, 0 if there are none; `None` if only torch's own operation can
+        unscale them.
     """
     optimizer = step.optimizer
-    divides = not clip.write_back and takes_grad_scale(optimizer)
+    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    divides = bool(is_fused) and not clip.write_back and not takes_scaler(optimizer)
     request = InspectionRequest(
         max_norm=clip.max_norms[0],
         norm_type=clip.norm_type,
@@ -131,7 +139,11 @@ def clip_in_one_read(
         as_grad_scale=divides,
     )
     collected = checker.inspector.collect(optimizer)
-    if collected.groups is not None and collected.groups.is_foreign:
+    if collected.groups is None:
+        if collected.plan is None:
+            # Nothing counts as unscaled: the gradients may come later.
+            return empty_norm(clip, live.tensor.device)
+    elif collected.groups.is_foreign:
         return None
     found_inf, inspection = checker.check(
         optimizer,
@@ -143,10 +155,12 @@ def clip_in_one_read(
     )
     if inspection is None:
         return None
-    norm = inspection.norm
-    raise_if_nonfinite(norm, clip)
+    norm = inspection.summary.slot(NORM)
+    if clip.error_if_nonfinite:
+        raise_if_nonfinite(norm, clip.norm_type)
     if divides:
-        step.grad_scale, step.inspection = inspection.grad_scale, inspection
+        step.grad_scale = inspection.summary.slot(GRAD_SCALE)
+        step.inspection = inspection
     else:
         step.is_unscaling = True
         inspection.rescale_()
@@ -167,7 +181,7 @@ def clip_after_unscaling(
         norms = [
             _clip_over_ranks(
                 cast("torch.optim.Optimizer", _OneGroup(group)),
-                clip._replace(max_norms=(max_norm,), per_group=False),
+                _one_group_of(clip, max_norm),
                 checker,
                 live,
             )
@@ -178,6 +192,12 @@ def clip_after_unscaling(
         norm = _clip_over_ranks(optimizer, clip, checker, live)
     _lift_headroom(step, norm, max(clip.max_norms))
     return norm
+
+
+def _one_group_of(clip: ClipOptions, max_norm: float) -> ClipOptions:
+    """Return the options for one parameter group of several."""
+    fits = clip.norm_type in _MEASURED_ORDERS
+    return clip._replace(max_norms=(max_norm,), per_group=False, fits_one_read=fits)
 
 
 class _OneGroup:
@@ -215,8 +235,9 @@ def _clip_over_ranks(
         groups, grads, plan, CarriedScale(one), request, live.for_ranks()
     )
     inspection = Inspection(summary, found_inf, collected)
-    norm = inspection.norm
-    raise_if_nonfinite(norm, clip)
+    norm = inspection.summary.slot(NORM)
+    if clip.error_if_nonfinite:
+        raise_if_nonfinite(norm, clip.norm_type)
     inspection.rescale_()
     return norm
 
@@ -227,11 +248,11 @@ def empty_norm(options: ClipOptions, device: torch.device | str) -> torch.Tensor
     return torch.zeros(shape, device=device)
 
 
-def raise_if_nonfinite(norm: torch.Tensor, options: ClipOptions) -> None:
-    """Raise as torch does, if the caller asked for it; that waits for the device."""
-    if options.error_if_nonfinite and not math.isfinite(norm.item()):
+def raise_if_nonfinite(norm: torch.Tensor, norm_type: float) -> None:
+    """Raise as torch does; that waits for the device."""
+    if not math.isfinite(norm.item()):
         message = (
-            f"The total norm of order {options.norm_type} for gradients from "
+            f"The total norm of order {norm_type} for gradients from "
             "`parameters` is non-finite, so it cannot be clipped. To skip the step "
             "instead, leave error_if_nonfinite out."
         )

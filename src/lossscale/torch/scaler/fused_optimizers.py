@@ -24,11 +24,6 @@ StepArguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """What the caller passes to `optimizer.step`, by position and by name."""
 
 
-def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer unscales and skips by itself, given two tensors."""
-    return is_fused(optimizer) and not takes_scaler(optimizer)
-
-
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer unscales and skips by itself."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -103,7 +103,7 @@ class StepHistory:
             if self._consecutive_skips:
                 self._skipped.clear()
                 self._consecutive_skips = 0
-        elif report.reason != "not stepped":  # the caller may have stepped it
+        elif report.is_refused:
             self._count_skip(report)
 
     def _count_skip(self, report: StepReport) -> None:
@@ -113,11 +113,12 @@ class StepHistory:
         limit = self._max_consecutive_skips
         if limit is None or self._consecutive_skips % limit:
             return
+        if not self._raises_on_collapse and self._consecutive_skips > limit:
+            return  # said once
         message = _describe_collapse(self._consecutive_skips, list(self._skipped))
         if self._raises_on_collapse:
             raise CollapseError(message)
-        if self._consecutive_skips == limit:
-            warnings.warn(message, CollapseWarning, stacklevel=stack_level_of_caller())
+        warnings.warn(message, CollapseWarning, stacklevel=stack_level_of_caller())
 
 
 def _describe_collapse(count: int, reports: list[StepReport]) -> str:

@@ -47,48 +47,42 @@ class MicroBatch(NamedTuple):
     """1.0 if its loss was not finite, which leaves the scale; `None` if not checked."""
 
 
-class FirstGradient:
+class FirstGradient(NamedTuple):
     """Which gradient an optimizer had first, to distinguish it from a later one.
 
     A backward pass after `zero_grad()` brings a new tensor; after
     `zero_grad(set_to_none=False)` it writes to the same one.
     """
 
-    __slots__ = ("_reference", "_version")
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        grad = _first_grad(optimizer)
-        self._reference: Callable[[], torch.Tensor | None]
-        self._reference = _nothing if grad is None else ref(grad)
-        self._version = None if grad is None else version_of(grad)
+    reference: Callable[[], torch.Tensor | None]
+    version: int | None
 
     def is_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer has another tensor now, or none."""
-        return self._reference() is not _first_grad(optimizer)
+        return self.reference() is not first_gradient_of(optimizer).reference()
 
     def has_successor(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer has another tensor now."""
-        grad = _first_grad(optimizer)
-        return grad is not None and self._reference() is not grad
+        grad = first_gradient_of(optimizer).reference()
+        return grad is not None and self.reference() is not grad
 
     def is_rewritten(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer has the same tensor with other values."""
-        grad = _first_grad(optimizer)
-        return grad is not None and version_of(grad) != self._version
+        version = first_gradient_of(optimizer).version
+        return version is not None and version != self.version
 
 
-def _nothing() -> None:
-    return None
-
-
-def _first_grad(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-    """Return the first gradient that an optimizer has; `None` if it has none."""
+def first_gradient_of(optimizer: torch.optim.Optimizer) -> FirstGradient:
+    """Return the first gradient that an optimizer has, and its version."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             grad: torch.Tensor | None = param.grad
             if grad is not None:
-                return grad
-    return None
+                return FirstGradient(ref(grad), version_of(grad))
+    return _NO_GRADIENT
+
+
+_NO_GRADIENT = FirstGradient(lambda: None, None)
 
 
 class OptimizerStep:
@@ -117,7 +111,7 @@ class OptimizerStep:
         """The optimizer's step has raised an ordinary exception."""
         self._unscaled: FirstGradient | None = None
         """The first gradient when they were unscaled."""
-        self._losses = 0
+        self.losses = 0
         """How many losses had been scaled then."""
         self._own_flags: FoundInf | None = None
 
@@ -161,20 +155,18 @@ class OptimizerStep:
             message = "unscale_() is being called after step()."
             raise RuntimeError(message)
 
-    def require_not_stepped(self) -> None:
-        """Raise if the optimizer has taken this step already."""
-        if self.stage is OptState.STEPPED:
-            message = "step() has already been called since the last update()."
-            raise RuntimeError(message)
+    def refuse_stepped(self) -> NoReturn:
+        """Raise, because the optimizer has taken this step already."""
+        message = "step() has already been called since the last update()."
+        raise RuntimeError(message)
 
-    def require_not_clipped(self) -> None:
-        """Raise if the gradients were clipped already."""
-        if self.clipped:
-            message = (
-                "clip_grad_norm_() has already been called on this optimizer since the "
-                "last update()."
-            )
-            raise RuntimeError(message)
+    def refuse_clipped(self) -> NoReturn:
+        """Raise, because the gradients were clipped already."""
+        message = (
+            "clip_grad_norm_() has already been called on this optimizer since the "
+            "last update()."
+        )
+        raise RuntimeError(message)
 
     def refuse_failed(self) -> NoReturn:
         """Raise, because unscaling the gradients has failed."""
@@ -219,21 +211,20 @@ class OptimizerStep:
             raise RuntimeError(message)
         self.stepping, self.raised = None, False
 
-    def has_stale_check(self, losses: int) -> bool:
+    def has_stale_check(self) -> bool:
         """Whether a backward pass may have come after the gradients were unscaled.
+
+        Asked when a loss was scaled since.
 
         An iteration that was given up between `unscale_` and `step` leaves its flags:
         the gradients of the next one would be applied unchecked, and still scaled. They
-        are taken for new if a loss was scaled since and `.grad` is another tensor.
-
-        Args:
-            losses: How many losses have been scaled so far.
+        are taken for new if `.grad` is another tensor.
 
         Returns:
             Whether the same tensors were written to, and must be checked as they are.
         """
         unscaled = self._unscaled
-        if unscaled is None or losses == self._losses:
+        if unscaled is None:
             return False
         if unscaled.has_successor(self.optimizer):
             self.rewind()
@@ -263,15 +254,15 @@ class OptimizerStep:
         """
         self.state["found_inf_per_device"] = self._own_flags = found_inf
         self.state["stage"] = OptState.UNSCALED
-        self._unscaled = FirstGradient(self.optimizer)
-        self._losses = losses
+        self._unscaled = first_gradient_of(self.optimizer)
+        self.losses = losses
         if stepping:
             self.stepping = self._unscaled
         self.is_unscaling = False
 
     def mark_stepping(self) -> None:
         """Record that the optimizer is about to be called."""
-        self.stepping = FirstGradient(self.optimizer)
+        self.stepping = first_gradient_of(self.optimizer)
 
     def mark_stepped(self) -> None:
         """Record that the optimizer took its step, or skipped it."""
@@ -312,7 +303,8 @@ class Iteration:
     def __init__(self, states: dict[int, TorchState]) -> None:
         self.states = states
         """torch's `_per_optimizer_states`, to which this belongs."""
-        self._steps: dict[int, OptimizerStep] = {}
+        self.steps: dict[int, OptimizerStep] = {}
+        """By the id of torch's state of the optimizer."""
         self.micro_batches: list[MicroBatch] = []
         self.loss_nonfinite: torch.Tensor | None = None
         """1.0 if a loss was not finite; `None` if the policy does not ask."""
@@ -333,19 +325,15 @@ class Iteration:
         if not type(optimizer).__module__.startswith("torch.optim"):
             optimizer = unwrap(optimizer)
         state = self.states[id(optimizer)]
-        step = self._steps.get(id(state))
+        step = self.steps.get(id(state))
         if step is None:
-            step = self._steps[id(state)] = OptimizerStep(optimizer, state)
+            step = self.steps[id(state)] = OptimizerStep(optimizer, state)
         if self.is_accumulating:
             message = f"accumulate() was interrupted. {HOW_TO_RECOVER}"
             raise RuntimeError(message)
         if step.stepping is not None or step.is_unscaling:
             step.settle()
         return step
-
-    def step_of(self, state: TorchState) -> OptimizerStep | None:
-        """Return the step of torch's state of an optimizer, if there is one."""
-        return self._steps.get(id(state))
 
     def note_loss(self, loss: Any) -> None:
         """Keep for the report whether a loss was finite, where that costs no wait.
@@ -378,4 +366,4 @@ class Iteration:
     @property
     def has_failed(self) -> bool:
         """Whether unscaling has failed, or was interrupted, for any optimizer."""
-        return any(step.failed or step.is_unscaling for step in self._steps.values())
+        return any(step.failed or step.is_unscaling for step in self.steps.values())

@@ -6,6 +6,8 @@ although those skip nothing. It is held if a step was skipped only because finit
 gradients are too large, or, if the policy asks for it, because the loss was not finite.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.amp.grad_scaler import OptState
 
@@ -31,8 +33,7 @@ def collect_outcomes(
     iteration: Iteration,
     flagged: list[TorchState],
     scale: torch.Tensor,
-    *,
-    steps_itself: bool,
+    steps_itself: Callable[[], bool],
 ) -> list[OptimizerOutcome]:
     """Return what became of each optimizer, with the flags as they are now.
 
@@ -40,7 +41,8 @@ def collect_outcomes(
         iteration: The iteration that ends.
         flagged: torch's states that have flags.
         scale: The scale.
-        steps_itself: Whether a subclass overrides `step`, and may not record it.
+        steps_itself: Returns whether a subclass overrides `step`, and may not record
+            it.
     """
     if not flagged:  # a step without gradients counts as finite
         flag = make_flag(0.0, scale.device)
@@ -49,8 +51,8 @@ def collect_outcomes(
     for state in flagged:
         flags = list(state["found_inf_per_device"].values())
         flag = flags[0] if len(flags) == 1 else any_flag(flags, scale.device)
-        step = iteration.step_of(state)
-        stepped = state["stage"] is OptState.STEPPED or steps_itself
+        step = iteration.steps.get(id(state))
+        stepped = state["stage"] is OptState.STEPPED or steps_itself()
         if step is None or step.summary is None:
             # An optimizer or a subclass has recorded the flag by itself.
             summary = GradientSummary.of_flag(flag.reshape(()), scale)

@@ -80,6 +80,14 @@ class StepReport:
         return not self.applied
 
     @property
+    def is_refused(self) -> bool:
+        """Whether any gradient kept its optimizer from stepping.
+
+        Without one, a step that was not applied may have been taken by the caller.
+        """
+        return any(outcome.summary.skips_step() for outcome in self._outcomes)
+
+    @property
     def reason(self) -> Reason | None:
         """Why the step was not applied; `None` if it was.
 
