@@ -51,8 +51,6 @@ ENDINGS = {".py", ".md"}
 UNCONVERTED = (
     "src/lossscale/keras",
     "src/lossscale/tensorflow",
-    "src/lossscale/torch/inspection",
-    "src/lossscale/torch/scaler/fused_optimizers.py",
     "docs/adapters/keras.md",
     "docs/adapters/tensorflow.md",
     "docs/architecture.md",  # it lists the files of these folders

@@ -33,7 +33,7 @@ from lossscale.core.trees import map_leaves
 from lossscale.core.validation import format_value, plain_number, require_signal
 from lossscale.errors import GradientError, StructureError
 from lossscale.torch import gradient
-from lossscale.torch.measurements import measured
+from lossscale.torch.measurements import measure as measure_signal
 
 
 def init(
@@ -84,8 +84,8 @@ def scale(loss: Any, state: ScaleState) -> Any:
         # A backward pass starts from a plain 1; an integer tensor is a mistake.
         if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
             leaf = _tensor(leaf, factor.device)
-        return gradient.multiplied(
-            gradient.widened(gradient.checked_loss(path, leaf)), factor
+        return gradient.multiply(
+            gradient.upcast(gradient.check_loss(path, leaf)), factor
         )
 
     return map_leaves(multiply, loss)
@@ -121,11 +121,13 @@ def unscale(
     """
     names = validation.check_measurements(measure)
     divisor = _tensor(state.scale)
-    unscaled = divided(grads, divisor)
+    unscaled = divide(grads, divisor)
     finite, squarable = _all_finite_and_squarable(unscaled, divisor.device)
     signal = Signal(finite=squarable, too_large=finite & ~squarable)
     if names:
-        signal = signal._replace(**measured(grads, unscaled, names, divisor.device))
+        signal = signal._replace(
+            **measure_signal(grads, unscaled, names, divisor.device)
+        )
     return unscaled, signal
 
 
@@ -154,10 +156,10 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         )
         raise GradientError(message)
     device = gradient.common_device([state.scale, finite], state.scale.device)
-    before = ScaleState(*(gradient.moved(value, device) for value in state))
-    flags = signal._replace(finite=gradient.moved(finite, device))
+    before = ScaleState(*(gradient.move(value, device) for value in state))
+    flags = signal._replace(finite=gradient.move(finite, device))
     if flags.too_large is not None:
-        too_large = gradient.moved(_booleans(flags.too_large), device)
+        too_large = gradient.move(_booleans(flags.too_large), device)
         flags = flags._replace(too_large=too_large)
     after = advance(policy, before, flags, where=torch.where)
     pairs = zip(after, before, strict=True)
@@ -179,7 +181,7 @@ def select(finite: Any, new: Any, old: Any) -> Any:
     Raises:
         GradientError: If `finite` is anything but one boolean.
         StructureError: If the two do not have the same structure, or if two leaves
-            cannot stand for each other.
+            cannot replace each other.
 
     Example:
         >>> import torch, lossscale.torch as ls
@@ -197,24 +199,24 @@ def select(finite: Any, new: Any, old: Any) -> Any:
     return map_leaves(lambda path, leaf: _choose(path, chosen, leaf, others[path]), new)
 
 
-def divided(grads: Any, loss_scale: Any) -> Any:
+def divide(grads: Any, loss_scale: Any) -> Any:
     """Return gradients times 1 / scale, without checking the result."""
     inverse = 1.0 / _tensor(loss_scale)
     # The reciprocal of an infinite scale is 0, and so is that of one above 2**126 where
     # subnormal numbers are taken for zero: every gradient would be 0 and every step
-    # clean. NaN makes the step a bad one, which lowers the scale.
+    # finite. NaN makes the step an overflow, which lowers the scale.
     inverse = torch.where(inverse == 0, torch.nan, inverse)
 
     def multiply(path: str, leaf: Any) -> torch.Tensor:
-        wide = gradient.widened(gradient.checked(path, leaf))
-        return gradient.multiplied(gradient.added_up(wide), inverse)
+        wide = gradient.upcast(gradient.check(path, leaf))
+        return gradient.multiply(gradient.coalesce(wide), inverse)
 
     return map_leaves(multiply, grads)
 
 
 def all_finite(grads: Any, device: torch.device) -> torch.Tensor:
     """Return whether every leaf is finite, on `device`; True if there is none."""
-    return together(
+    return all_true(
         [gradient.is_finite(leaf) for _, leaf in trees.leaves(grads)], device
     )
 
@@ -228,15 +230,15 @@ def _all_finite_and_squarable(
         for _, leaf in trees.leaves(grads)
     ]
     finite, squarable = zip(*flags, strict=True) if flags else ((), ())
-    return together(list(finite), device), together(list(squarable), device)
+    return all_true(list(finite), device), all_true(list(squarable), device)
 
 
-def together(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def all_true(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return whether all flags are set; without any that is True, on `device`."""
     if not flags:
         return torch.ones((), dtype=torch.bool, device=device)
     place = gradient.common_device(flags, device)
-    return torch.stack([gradient.moved(flag, place) for flag in flags]).all()
+    return torch.stack([gradient.move(flag, place) for flag in flags]).all()
 
 
 def flag(finite: Any) -> torch.Tensor:
@@ -306,7 +308,7 @@ def _choose(path: str, chosen: torch.Tensor, new: Any, old: Any) -> Array:
         raise StructureError(message)
     if new.layout is not torch.strided:
         return new if bool(chosen) else old
-    return torch.where(gradient.moved(chosen, new.device), new, old)
+    return torch.where(gradient.move(chosen, new.device), new, old)
 
 
 def _kind(tensor: torch.Tensor) -> str:

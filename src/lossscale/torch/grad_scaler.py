@@ -779,7 +779,7 @@ class GradScaler(torch.amp.GradScaler):
         if treats_call_as_applied(optimizer) and bool(found_inf):
             return None
         args, kwargs = arguments
-        with fused_optimizers.lend_grad_scale(optimizer, grad_scale, found_inf):
+        with fused_optimizers.set_grad_scale(optimizer, grad_scale, found_inf):
             return stepped.step(*args, **kwargs)
 
     def _step_with_closure(
@@ -1137,7 +1137,7 @@ class GradScaler(torch.amp.GradScaler):
             in_float64 = self._options.policy is None
             state["_scale_update"] = ScaleUpdate(policy, in_float64=in_float64)
             state["_is_on_host"] = None
-        state["_history"] = self._history.cleared()
+        state["_history"] = self._history.make_empty()
         state["_options"] = self._options.to_pickle()
         for name in ("_current", "_checker", "_schedulers", "_pool"):
             del state[name]

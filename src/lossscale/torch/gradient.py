@@ -21,7 +21,7 @@ _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
-def checked(path: str, leaf: object) -> torch.Tensor:
+def check(path: str, leaf: object) -> torch.Tensor:
     """Return a leaf if it is a gradient that can be unscaled, or raise."""
     if _is_tensor_of(leaf, (*_FLOATS, *_COMPLEX), _LAYOUTS):
         return leaf
@@ -33,7 +33,7 @@ def checked(path: str, leaf: object) -> torch.Tensor:
     raise GradientError(message)
 
 
-def checked_loss(path: str, leaf: object) -> torch.Tensor:
+def check_loss(path: str, leaf: object) -> torch.Tensor:
     """Return a leaf if it is a loss that can be scaled, or raise."""
     if _is_tensor_of(leaf, _FLOATS, (torch.strided,)):
         return leaf
@@ -60,14 +60,14 @@ def _kind(leaf: Any) -> str:
     return str(leaf.dtype if leaf.layout in _LAYOUTS else leaf.layout)
 
 
-def widened(leaf: torch.Tensor) -> torch.Tensor:
+def upcast(leaf: torch.Tensor) -> torch.Tensor:
     """Return a gradient in float32 if it is narrower, else as it is."""
     if leaf.dtype in _NARROW:
         return leaf.to(torch.float32)
     return leaf.to(torch.complex64) if leaf.dtype is torch.complex32 else leaf
 
 
-def added_up(leaf: torch.Tensor) -> torch.Tensor:
+def coalesce(leaf: torch.Tensor) -> torch.Tensor:
     """Return a sparse gradient with every index once; on a GPU this waits for it."""
     return leaf.coalesce() if leaf.layout is torch.sparse_coo else leaf
 
@@ -82,12 +82,12 @@ def values(leaf: torch.Tensor) -> torch.Tensor:
     return numbers.resolve_neg()
 
 
-def multiplied(leaf: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def multiply(leaf: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return a gradient times a real factor, in the gradient's dtype."""
     if leaf.layout is torch.sparse_coo:
         return torch.sparse_coo_tensor(
             leaf.indices(),
-            multiplied(leaf.values(), factor),
+            multiply(leaf.values(), factor),
             leaf.shape,
             is_coalesced=True,
             check_invariants=False,
@@ -95,10 +95,10 @@ def multiplied(leaf: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     if leaf.is_complex():
         # torch multiplies by factor + 0j, and infinity times 0 is NaN.
         parts = torch.view_as_real(leaf.resolve_conj())
-        return torch.view_as_complex(multiplied(parts, factor))
+        return torch.view_as_complex(multiply(parts, factor))
     # A number on the CPU goes to a kernel by value; a copy would cost more.
     is_number = factor.device.type == "cpu" and not factor.shape
-    near = factor if is_number else moved(factor, leaf.device)
+    near = factor if is_number else move(factor, leaf.device)
     return leaf * near.to(leaf.dtype)
 
 
@@ -117,10 +117,10 @@ def is_within(leaf: torch.Tensor, *bounds: float) -> list[torch.Tensor]:
     low, high = torch.aminmax(numbers)
     largest = [min(bound, torch.finfo(numbers.dtype).max) for bound in bounds]
     # In float32, where the bound is not rounded.
-    return [(widened(low) >= -top) & (widened(high) <= top) for top in largest]
+    return [(upcast(low) >= -top) & (upcast(high) <= top) for top in largest]
 
 
-def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor on a device; only the way back to the CPU waits."""
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lossscale.core import trees
-from lossscale.torch.gradient import common_device, moved, values
+from lossscale.torch.gradient import common_device, move, values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ _BITS = {
 }
 
 
-def measured(
+def measure(
     grads: Any, unscaled: Any, names: frozenset[str], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Measure what was asked for; sums are kept in float64.
@@ -41,21 +41,21 @@ def measured(
     wide = torch.float32 if place.type == "mps" else torch.float64
     size = max(1, sum(x.numel() for x in scaled))
 
-    def gathered(results: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def gather(results: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Return scalars of all gradients, and a 0, in one tensor."""
         zero = torch.zeros((), dtype=dtype, device=place)
-        return torch.stack([zero, *(moved(x.to(dtype), place) for x in results)])
+        return torch.stack([zero, *(move(x.to(dtype), place) for x in results)])
 
     def fraction(flags: list[torch.Tensor]) -> torch.Tensor:
         """Return which share of all values has its flag set."""
-        counts = gathered([flag.sum() for flag in flags], wide)
+        counts = gather([flag.sum() for flag in flags], wide)
         return (counts.sum() / size).to(torch.float32)
 
     measures: dict[str, Callable[[], torch.Tensor]] = {
-        "nan": lambda: gathered([x.isnan().any() for x in scaled], torch.bool).any(),
-        "amax": lambda: gathered([_largest(x) for x in scaled], number).max(),
+        "nan": lambda: gather([x.isnan().any() for x in scaled], torch.bool).any(),
+        "amax": lambda: gather([_largest(x) for x in scaled], number).max(),
         "norm": lambda: torch.linalg.vector_norm(
-            gathered([_norm(x, wide) for x in divided], wide)
+            gather([_norm(x, wide) for x in divided], wide)
         ).to(number),
         "zero_fraction": lambda: fraction([_magnitude(x) < 1 for x in scaled]),
         "subnormal_fraction": lambda: fraction([_subnormal(x) for x in scaled]),

@@ -102,8 +102,8 @@ class _Binding(classic.EagerBinding):
 
     def all_finite(self, grads: Any) -> torch.Tensor:
         checked = map_leaves(
-            lambda path, leaf: gradient.added_up(
-                gradient.widened(gradient.checked(path, leaf))
+            lambda path, leaf: gradient.coalesce(
+                gradient.upcast(gradient.check(path, leaf))
             ),
             grads,
         )
@@ -117,7 +117,7 @@ class _Binding(classic.EagerBinding):
 
     def unscale(self, grads: list[Any], loss_scale: Any) -> list[Any]:
         # Whether they are finite is asked when they are applied.
-        return list(functional.divided(grads, loss_scale))
+        return list(functional.divide(grads, loss_scale))
 
 
 BINDING = _Binding()

@@ -218,7 +218,7 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
 
     def _apply(self, stepper: Stepper, pairs: Iterable[Any]) -> tuple[Any] | None:
         """Return the result of the step in a tuple, or `None` if it was bad."""
-        applied: tuple[Any] | None = super().apply_gradients(stepper.prepared(pairs))
+        applied: tuple[Any] | None = super().apply_gradients(stepper.prepare(pairs))
         return applied
 
     def _stepper(self, method: str) -> Stepper:
@@ -236,7 +236,7 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
         if not isinstance(self._optimizer, Stepper):
             return super()._can_be_applied(gradients, variables)
         flags = self._optimizer.is_finite(gradients, variables)
-        return functional.together(flags, torch.device("cpu"))
+        return functional.all_true(flags, torch.device("cpu"))
 
 
 def _method(part: Any, name: str) -> Callable[..., Any]:

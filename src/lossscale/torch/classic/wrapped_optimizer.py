@@ -63,7 +63,7 @@ class Stepper:
                 one.grad = gradient
             raise
 
-    def prepared(self, pairs: Iterable[Any]) -> list[tuple[Any, Any]]:
+    def prepare(self, pairs: Iterable[Any]) -> list[tuple[Any, Any]]:
         """Return pairs whose gradients have the dtype and device of their parameter.
 
         What overflows by that is seen by the finite check, which comes after.
@@ -75,7 +75,7 @@ class Stepper:
             if index is None:
                 message = (
                     "A gradient was given for what is not a parameter of the "
-                    f"optimizer, or for one twice: {_described(one)}."
+                    f"optimizer, or for one twice: {_describe(one)}."
                 )
                 raise StructureError(message)
             if gradient is not None:
@@ -123,7 +123,7 @@ _CONTENTS = ("state", "param_groups")
 
 def _as_parameter(gradient: Any, parameter: Any, name: str) -> torch.Tensor:
     """Return a gradient as the `.grad` of its parameter has to be."""
-    checked = gradient_ops.checked(name, gradient)
+    checked = gradient_ops.check(name, gradient)
     if checked.shape != parameter.shape:
         message = (
             f"The gradient of {name} has the shape {tuple(checked.shape)}, and its "
@@ -133,8 +133,8 @@ def _as_parameter(gradient: Any, parameter: Any, name: str) -> torch.Tensor:
     if checked.is_complex() and not parameter.is_complex():
         message = f"The gradient of {name} is complex, and its parameter is not."
         raise StructureError(message)
-    wide = gradient_ops.added_up(gradient_ops.widened(checked.detach()))
-    return gradient_ops.checked(name, wide.to(parameter.device, parameter.dtype))
+    wide = gradient_ops.coalesce(gradient_ops.upcast(checked.detach()))
+    return gradient_ops.check(name, wide.to(parameter.device, parameter.dtype))
 
 
 def _check_epsilon(optimizer: Any, parameter: Any, group: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ _DIVIDING = (
 """Optimizers that divide by a moment in the dtype of the parameter."""
 
 
-def _described(parameter: Any) -> str:
+def _describe(parameter: Any) -> str:
     """Say which thing this is, without its numbers."""
     if isinstance(parameter, torch.Tensor):
         return f"a {parameter.dtype} tensor of shape {tuple(parameter.shape)}"

@@ -31,8 +31,8 @@ NARROW = (torch.float16, torch.bfloat16)
 """dtypes to which torch rounds a Python number before it multiplies by it."""
 
 
-class Agreement(NamedTuple):
-    """What all ranks have found, in place of what this rank has."""
+class Totals(NamedTuple):
+    """What the gradients of all parts, or of all ranks, amount to."""
 
     finite: torch.Tensor
     too_large: torch.Tensor
@@ -84,7 +84,7 @@ def measure_on_device(
         is_amax = request.norm_type == math.inf
         scaled = amaxes.amax() if is_amax else norms_of(grads).square().sum().sqrt()
         norm = scaled * times
-    agreement = Agreement(
+    totals = Totals(
         finite=(amaxes < math.inf).all(),
         too_large=too_large,
         nan=amaxes.isnan().any().to(wide),
@@ -93,14 +93,14 @@ def measure_on_device(
     )
     if request.unscale_in_place:
         multiply_(grads, inverse)
-    return _summarize_on_device(agreement, norm, scale.to(wide), times, request, amaxes)
+    return _summarize_on_device(totals, norm, scale.to(wide), times, request, amaxes)
 
 
 def combine(
     buffers: list[torch.Tensor],
     device: torch.device,
     request: InspectionRequest,
-    agreement: Agreement | None = None,
+    totals: Totals | None = None,
 ) -> torch.Tensor:
     """Return the buffer of the summary of all gradients from those of its parts.
 
@@ -110,7 +110,7 @@ def combine(
         buffers: The buffers of the parts.
         device: The device of the result.
         request: What to measure.
-        agreement: What all ranks have found instead, if there are several.
+        totals: What all ranks have found instead, if there are several.
     """
     wide = _wide_dtype(device)
     headers = torch.stack([buffer[:HEADER].to(device) for buffer in buffers])
@@ -121,23 +121,23 @@ def combine(
     else:
         norm = norms.to(wide).square().sum().sqrt()
     norm = torch.where((norms == NOT_MEASURED).any(), NOT_MEASURED, norm)
-    if agreement is None:
-        agreement = Agreement(
+    if totals is None:
+        totals = Totals(
             finite=(headers[:, FOUND_INF] <= headers[:, TOO_LARGE]).all(),
             too_large=largest[TOO_LARGE] != 0,
             nan=largest[NAN],
             amax=largest[AMAX],
             norm=None,
         )
-    if agreement.norm is not None:
-        norm = agreement.norm
+    if totals.norm is not None:
+        norm = totals.norm
     amaxes = torch.cat([buffer[HEADER:].to(device) for buffer in buffers])
     scale = headers[0, SCALE].to(wide)
-    return _summarize_on_device(agreement, norm, scale, 1.0 / scale, request, amaxes)
+    return _summarize_on_device(totals, norm, scale, 1.0 / scale, request, amaxes)
 
 
 def _summarize_on_device(
-    found: Agreement,
+    found: Totals,
     norm: torch.Tensor,
     scale: torch.Tensor,
     inverse: torch.Tensor,

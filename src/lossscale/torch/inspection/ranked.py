@@ -72,8 +72,8 @@ def measure_over_ranks(
             buffers = groups.measure_groups(grads, carried, request.for_a_part())
         rows = [ops.numbers(buffer[:HEADER].to(device)) for buffer in buffers]
         findings = _reduce(groups, rows, plan, request, context, ops)
-        agreement = _agree(findings, ops, device, has_norm=is_sharded)
-        buffer = eager.combine(buffers, device, request, agreement)
+        totals = _total(findings, ops, device, has_norm=is_sharded)
+        buffer = eager.combine(buffers, device, request, totals)
         if groups is None:
             summary = GradientSummary(buffer)
             found_inf = {device: buffer[FOUND_INF]}
@@ -184,9 +184,9 @@ def _reduce_own(
     return findings
 
 
-def _agree(
+def _total(
     findings: Findings, ops: Ops, device: torch.device, *, has_norm: bool
-) -> eager.Agreement:
+) -> eager.Totals:
     """Return findings as the tensors that a summary is made of."""
     level, nan, amax = (
         ops.tensor(number, device)
@@ -200,7 +200,7 @@ def _agree(
             norm = ops.tensor(sum_of_squares, device).sqrt()
         else:
             norm = ops.tensor(_norm_of(findings, ops), device)
-    return eager.Agreement(
+    return eager.Totals(
         finite=level < OVERFLOW,
         too_large=level == TOO_LARGE_LEVEL,
         nan=nan,

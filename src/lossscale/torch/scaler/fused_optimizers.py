@@ -72,7 +72,7 @@ def step_with_scaler(
 
 
 @contextmanager
-def lend_grad_scale(
+def set_grad_scale(
     optimizer: Any, grad_scale: torch.Tensor | None, found_inf: torch.Tensor
 ) -> Iterator[None]:
     """Set `grad_scale` and `found_inf` on an optimizer for one step.
@@ -88,13 +88,13 @@ def lend_grad_scale(
     """
     preset = getattr(optimizer, "grad_scale", None)
     left = _left_behind.get(id(optimizer))
-    if left is not None and left.lent is preset:
+    if left is not None and left.active is preset:
         preset = left.preset  # an interrupt came before the end of this function
-    lent = preset if grad_scale is None else grad_scale
+    active = preset if grad_scale is None else grad_scale
     if grad_scale is not None and preset is not None:
-        lent = grad_scale * preset
-    _left_behind[id(optimizer)] = _Lent(lent, preset)
-    optimizer.grad_scale = lent
+        active = grad_scale * preset
+    _left_behind[id(optimizer)] = _Active(active, preset)
+    optimizer.grad_scale = active
     optimizer.found_inf = found_inf
     completed = False
     try:
@@ -108,14 +108,14 @@ def lend_grad_scale(
         del _left_behind[id(optimizer)]
 
 
-class _Lent(NamedTuple):
+class _Active(NamedTuple):
     """The `grad_scale` of an optimizer while it is stepped, and before."""
 
-    lent: torch.Tensor | None
+    active: torch.Tensor | None
     preset: torch.Tensor | None
 
 
-_left_behind: dict[int, _Lent] = {}
+_left_behind: dict[int, _Active] = {}
 """By the id of the optimizer, while it is stepped. The tensor of an entry that stays
 after an interrupt differs from a `grad_scale` of the caller's."""
 

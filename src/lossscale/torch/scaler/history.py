@@ -41,7 +41,7 @@ class StepHistory:
         self._skipped: deque[StepReport] = deque(maxlen=256)
         self._consecutive_skips = 0
 
-    def cleared(self) -> "StepHistory":
+    def make_empty(self) -> "StepHistory":
         """Return an empty history with the same limits and no callback."""
         return StepHistory(
             None,
