@@ -149,7 +149,7 @@ def lost_at(records):
         if np.isfinite(record.loss) and record.loss < start and record.applied:
             last = record.step
     end = records[-1].step
-    # A run that ends well has had a good step among the last ones.
+    # A run that ends well has had a finite step among the last ones.
     return None if last is not None and last > end - 30 else (last or 0) + 1
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where is the edge? Unscaled float16 beside float32 at five to nine layers.
+"""Where is the edge? Unscaled float16 compared with float32 at five to nine layers.
 
 Writes results/demo_depths.csv: accuracy and lost gradients, three seeds at each depth.
 """

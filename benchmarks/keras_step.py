@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does the LossScaleOptimizer of lossscale.keras add to a training step?
 
-Beside it, in the same run and in turns: the same optimizer unwrapped, and Keras's own
+Compared in one run and in turns: the same optimizer unwrapped, and Keras's own
 `LossScaleOptimizer`. Two models under mixed_float16: a small transformer, where a step
 is arithmetic, and a hundred small layers, where overhead shows. On TensorFlow in
 tf.function and compiled by XLA, on JAX in jit, on torch as it is.

@@ -2,7 +2,7 @@
 """Does the rule agree with NumPy on a real GPU, and what does an update cost there?
 
 Runs the kernel of tests/kernels over every combination of switches with odd factors,
-step for step beside NumPy, and times one update beside torch's own. It divides in
+step for step with NumPy, and times one update and torch's own. It divides in
 float64: in float32 Triton's `/` is an approximation, and a second run counts how often
 that shows. Needs torch, triton and a GPU; writes rule_on_gpu.csv into the folder given
 as its argument. No test runs it.
@@ -47,7 +47,7 @@ def trajectory(policy, flags, *, wide: bool) -> list[tuple]:
     return states
 
 
-def agreement(*, wide: bool) -> dict[str, int]:
+def count_equal_steps(*, wide: bool) -> dict[str, int]:
     """Count steps that equal NumPy's, apart for policies that divide."""
     rng = random.Random(0)
     counts = {"multiplies": 0, "divides": 0, "differs": 0}
@@ -89,7 +89,7 @@ def main(folder: str) -> None:
     rows = []
     for wide in (True, False):
         name = f"division in {'float64' if wide else 'float32'}"
-        for what, steps in agreement(wide=wide).items():
+        for what, steps in count_equal_steps(wide=wide).items():
             rows.append((f"steps, {name}", what, steps, "", ""))
     for name, (low, middle, high) in times().items():
         values = (f"{value:.2f}" for value in (low, middle, high))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does the LossScaleOptimizer of lossscale.tensorflow add to a training step?
 
-Beside it, in the same run and in turns: the same optimizer unwrapped, and TensorFlow's
+Compared in one run and in turns: the same optimizer unwrapped, and TensorFlow's
 own `tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer`. Two models: wide
 layers, where a step is arithmetic, and a hundred small variables, where overhead shows.
 In tf.function, and compiled by XLA; eager mode is not measured.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the host's time does a step of GradScaler take, ours beside torch's?
+"""How much of the host's time does a step take with our GradScaler and with torch's?
 
 In one run and in turns: `scale`, `step` and `update`, for 10, 150 and 2,000 small
 parameters on a CPU with one thread (16, 300 and 2,000 on a GPU), with foreach SGD and

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does it cost that all ranks agree, beside what torch pays for less?
+"""What does it cost that all ranks agree, compared with what torch pays for less?
 
 On 2, 4 and 8 gloo processes of this machine, in one run and in turns, for the gradients
 of a small model spread by FSDP2 (150 tensors of 2,048 numbers, DTensors) and for plain
@@ -8,7 +8,7 @@ tensors of the same number with a group declared:
     FSDP2: unscale     unscale_, update               torch: GradScaler
     FSDP2: clip        clip_grad_norm_, update        torch: unscale_, clip, update
     FSDP1: unscale     unscale_, update               torch: ShardedGradScaler
-    alone: unscale     the same plain gradients, no group: what agreeing is added to
+    alone: unscale     the same plain gradients, no group: the cost without a reduction
     bare all_reduce    56 bytes, nothing else: the limit
 
 A time is that of the slowest rank, the median of many turns; a barrier is before each.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does lossscale.torch.GradScaler cost beside torch's own, and beside the limit?
+"""What does our GradScaler cost, compared with torch's own and with the limit?
 
 In one run and in turns, on the gradients of GPT-2 medium (292 tensors), GPT-2 XL (580)
 and 2,000 tensors of 4,096 numbers, or on a CPU 150 tensors of 20 million numbers:

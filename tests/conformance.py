@@ -90,12 +90,12 @@ def sampled(file, first):
 
 
 class FunctionalConformance:
-    """The five verbs."""
+    """The functional API."""
 
     framework: Framework
 
     def arrays(self, tree):
-        """Make the framework's arrays of the NumPy arrays in a nest."""
+        """Make the framework's arrays of the NumPy arrays in a nested structure."""
         if tree is None:
             return None
         if isinstance(tree, dict):
@@ -110,7 +110,7 @@ class FunctionalConformance:
         return self.framework.module.init(Dynamic(), ScaleState(scale, good, bad))
 
     def unscale(self, grads, scale, **options):
-        """Run the verb on NumPy gradients, compiled where that is possible."""
+        """Run the function on NumPy gradients, compiled where that is possible."""
         run = self.framework.compile(
             lambda tree, state: self.framework.module.unscale(tree, state, **options)
         )
@@ -323,7 +323,7 @@ class FunctionalConformance:
 
     @pytest.mark.parametrize("wrong", [Signal(finite=True), np.nan, None, "False"])
     def test_a_flag_that_is_no_boolean_never_counts_as_finite(self, wrong):
-        """A whole signal is truthy: taken for a flag, it would apply a bad step."""
+        """A whole signal is truthy: taken for a flag, it would apply an overflow."""
         module = self.framework.module
         new, old = self.arrays([np.float32(1)]), self.arrays([np.float32(5)])
         with pytest.raises((LossScaleError, TypeError, ValueError)):
@@ -398,7 +398,7 @@ class FunctionalConformance:
 
 
 class HeadroomConformance:
-    """What the verbs do about finite gradients that an optimizer cannot square."""
+    """What the functions do about finite gradients that an optimizer cannot square."""
 
     def too_large(self, values, scale, dtype="float32"):
         """Return whether a step is applied, and whether it is too large."""

@@ -16,7 +16,7 @@ Install (one virtual environment a library; Python 3.11, no GPU needed):
 Run: python record_originals.py NAME OUTDIR  (writes OUTDIR/NAME.jsonl.gz)
 
 To run without a GPU: Megatron-Core's tensors for 'cuda' are made on the CPU; Paddle's
-constructor is told that it is on a GPU (it switches itself off otherwise), and the
+constructor is made to see a GPU (it switches itself off otherwise), and the
 found-inf flag that its step() leaves is set by hand. The arithmetic is all theirs.
 Strict JSON has no infinity: a sequence ends before the first scale that is not finite.
 """
@@ -96,7 +96,7 @@ class System(NamedTuple):
 
     path: str
     takes: str  # names in CHOICES = the constructor's
-    step: Callable[[Any, bool], Any]  # told whether the gradients were finite
+    step: Callable[[Any, bool], Any]  # given whether the gradients were finite
     reads: str  # the scale, then counters
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     usual: tuple[float, ...] = ()  # the library's own values, where takes needs any

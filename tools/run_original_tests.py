@@ -46,7 +46,7 @@ OURS = {
         "from lossscale.keras import LossScaleOptimizer"
     ),
 }
-"""Import lines that name a class under test, and what stands for it."""
+"""Import lines that name a class under test, and what replaces it."""
 
 MOVED = {
     r"from tensorflow\.python\.data\.ops import dataset_ops$": (

@@ -74,7 +74,7 @@ def numbers(text):
 
 
 def assert_table_shows(rows, column, values, first_step):
-    """Each row of a table has the extremes of the steps that it stands for."""
+    """Each row of a table has the extremes of the steps that it represents."""
     assert rows
     for row in rows:
         steps = [int(word) for word in numbers(row[0].replace(",", ""))]

@@ -2,7 +2,7 @@
 
 In a console block a line `$ lossscale ...` is run, and what follows it is compared with
 what the command prints: on stdout and stderr together, without spaces at the ends of
-lines. As in doctests `...` stands for anything, such as versions and figures that
+lines. As in doctests `...` matches anything, such as versions and figures that
 depend on the machine. A command that shows nothing must only succeed. A file that a
 block shows with `$ cat NAME` is made of what it shows. Other commands are not run.
 """

@@ -1,4 +1,4 @@
-"""jmp's and flax's scalers beside their presets, the rule under jit, their states."""
+"""jmp's and flax's scalers and their presets, the rule under jit, their states."""
 
 import random
 from functools import partial

@@ -1,4 +1,4 @@
-"""Keras 3's optimizer beside its preset, and the rule on keras.ops.
+"""Keras 3's optimizer compared with its preset, and the rule on keras.ops.
 
 Runs once for each backend: KERAS_BACKEND is chosen before Keras is imported.
 """

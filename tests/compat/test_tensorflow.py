@@ -1,4 +1,4 @@
-"""TensorFlow's own DynamicLossScale beside the preset, and the rule in every mode."""
+"""TensorFlow's own DynamicLossScale and the preset, and the rule in every mode."""
 
 import random
 

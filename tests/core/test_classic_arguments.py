@@ -21,7 +21,7 @@ CASES = read("tensorflow/cases.tf1.15.5.eager") + read(
 
 
 def value_of(tagged):
-    """Return the Python value that a type-tagged input stands for."""
+    """Return the Python value that a type-tagged input represents."""
     ((kind, value),) = tagged.items()
     if kind in {"int", "bool", "str"}:
         return value
@@ -35,7 +35,7 @@ def value_of(tagged):
 
 
 def gradients_of(tagged):
-    """Return a nest of NumPy gradients; LookupError for what only TensorFlow has."""
+    """Return nested NumPy gradients; LookupError for what only TensorFlow has."""
     if "tensor" in tagged:
         values = np.asarray(tagged["tensor"], dtype=object)
         numbers = np.vectorize(float, otypes=[float])(values) if values.size else values

@@ -149,16 +149,16 @@ def test_a_loss_scale_of_ones_own_decides_about_applying():
     assert (1, 0) == (never.updates, inner.calls)
 
 
-@pytest.mark.parametrize(("verdict", "calls"), [(2, 1), (1.0, 1), (0, 0)])
-def test_any_truth_value_is_a_verdict_and_anything_else_an_error(verdict, calls):
+@pytest.mark.parametrize(("decision", "calls"), [(2, 1), (1.0, 1), (0, 0)])
+def test_any_truth_value_is_a_decision_and_anything_else_an_error(decision, calls):
     class Says(ls.DynamicLossScale):
         def update(self, grads):
-            return None, verdict
+            return None, decision
 
     inner = Descent()
     ls.LossScaleOptimizer(inner, Says()).apply_gradients([(weight(1.0), weight(1.0))])
     assert calls == inner.calls
-    verdict = "yes"
+    decision = "yes"
     with pytest.raises(TypeError, match="one boolean"):
         ls.LossScaleOptimizer(inner, Says()).apply_gradients([(weight(1), weight(1))])
 

@@ -1,6 +1,6 @@
 """Every transition of small configurations, against a table written from the spec.
 
-The table below is the contract of tf.contrib's manager and of DynamicLossScale, told
+The table below is the contract of tf.contrib's manager and of DynamicLossScale, given
 with plain branches in exact rational arithmetic. It was written from the specification
 and shares nothing with core/rule.py.
 """

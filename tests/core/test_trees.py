@@ -14,7 +14,7 @@ class Pair(NamedTuple):
     right: Any
 
 
-NEST = {"a": [1, (2, None)], "b": Pair(3, {"c": 4}), "d": (), 5: None}
+STRUCTURE = {"a": [1, (2, None)], "b": Pair(3, {"c": 4}), "d": (), 5: None}
 
 
 def test_leaves_come_with_their_paths():
@@ -23,7 +23,7 @@ def test_leaves_come_with_their_paths():
         ("['a'][1][0]", 2),
         ("['b'].left", 3),
         ("['b'].right['c']", 4),
-    ] == list(trees.leaves(NEST))
+    ] == list(trees.leaves(STRUCTURE))
 
 
 def test_a_bare_leaf_has_an_empty_path_and_none_is_no_leaf():
@@ -32,7 +32,7 @@ def test_a_bare_leaf_has_an_empty_path_and_none_is_no_leaf():
 
 
 def test_mapping_keeps_the_kinds():
-    doubled = trees.map_leaves(lambda _, leaf: 2 * leaf, NEST)
+    doubled = trees.map_leaves(lambda _, leaf: 2 * leaf, STRUCTURE)
     expected = {"a": [2, (4, None)], "b": Pair(6, {"c": 8}), "d": (), 5: None}
     assert expected == doubled
     assert isinstance(doubled["b"], Pair)
@@ -70,4 +70,4 @@ def test_neither_the_order_of_keys_nor_the_kind_of_dict_matters():
 
 
 def test_equal_structures_pass():
-    assert trees.check_same_structure(NEST, NEST) is None
+    assert trees.check_same_structure(STRUCTURE, STRUCTURE) is None

@@ -390,7 +390,7 @@ def test_rank_0_alone_is_recorded(path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     with Recorder(path) as recorder:
         recorder.record(scale=8.0, applied=True)
-        recorder.record_signal(None, None)  # not even looked at
+        recorder.record_signal(None, None)  # not even read
         assert not recorder.wants_statistics(1)
     assert not path.exists()
 

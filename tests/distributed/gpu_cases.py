@@ -108,7 +108,7 @@ def raises_late_on_all(path):
 
 
 def sharded_over(fused):
-    """Train DTensors on the GPU beside torch's scaler, to the bit."""
+    """Train DTensors on the GPU as with torch's scaler, to the bit."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -6,7 +6,7 @@ PATHS = ("step", "unscale", "clip", "fused", "fused and clip", "step_all", "clos
 
 
 def step_once(path, bad_rank, value):
-    """Take a clean step and one with a bad gradient on one rank; return what came."""
+    """Take a finite step and one with a bad gradient on one rank; return what came."""
     import torch
 
     from lossscale.torch import GradScaler

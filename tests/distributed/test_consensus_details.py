@@ -224,7 +224,7 @@ def test_a_micro_batch_is_dropped_by_all_ranks(four_ranks):
         assert (4.0, True) == (scale, applied)
 
 
-def what_a_policy_is_told(clips):
+def what_a_policy_receives(clips):
     """Return what a policy of one's own sees, and how many collectives it took."""
     import dataclasses
 
@@ -234,36 +234,38 @@ def what_a_policy_is_told(clips):
     from lossscale import ScaleState
     from lossscale.torch import GradScaler
 
-    told = []
+    received = []
 
     @dataclasses.dataclass(frozen=True)
-    class Told:
+    class Receiving:
         def init(self):
             return ScaleState(4.0, 0, 0)
 
         def step(self, state, signal, *, where):
-            told.append((bool(signal.finite), float(signal.amax), float(signal.norm)))
+            received.append(
+                (bool(signal.finite), float(signal.amax), float(signal.norm))
+            )
             return state
 
     world = torch.distributed.group.WORLD
     rank = torch.distributed.get_rank()
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = GradScaler("cpu", policy=Told(), shard_groups=world)
+    scaler = GradScaler("cpu", policy=Receiving(), shard_groups=world)
     scaler.scale((weight * (rank + 1.0)).sum()).backward()
     with Collectives() as sent:
         if clips:
             scaler.clip_grad_norm_(optimizer, 1e6)
         scaler.step(optimizer)
         scaler.update()
-    return told, sent.seen
+    return received, sent.seen
 
 
 @pytest.mark.parametrize("clips", [True, False])
 def test_a_policy_of_ones_own_is_told_the_same_on_every_rank(four_ranks, clips):
     norm = math.sqrt(2 * (1 + 4 + 9 + 16))
-    for told, sent in four_ranks.run(what_a_policy_is_told, clips):
-        ((finite, amax, seen),) = told
+    for received, sent in four_ranks.run(what_a_policy_receives, clips):
+        ((finite, amax, seen),) = received
         assert (True, 16.0) == (finite, amax)
         assert seen == pytest.approx(norm, rel=1e-6)
         assert ["allreduce_"] * 2 == [name for name, _ in sent]

@@ -16,7 +16,7 @@ def error_of(call, *arguments):
 
 
 def step_after_a_failed_look(fused, overrides):
-    """Have the ranks come apart at `unscale_`; try to step all the same."""
+    """Have the ranks differ at `unscale_`; try to step all the same."""
     import torch
 
     from lossscale.torch import GradScaler
@@ -59,7 +59,7 @@ def test_nothing_is_stepped_after_a_look_that_failed(two_ranks, fused, overrides
 
 
 def sum_after_a_failed_look():
-    """Have the ranks come apart when the sum of micro-batches is judged."""
+    """Have the ranks differ when the sum of micro-batches is judged."""
     import torch
 
     rank = torch.distributed.get_rank()
@@ -81,7 +81,7 @@ def test_a_sum_is_not_unscaled_after_it_was_given_back(two_ranks):
 
 
 def own_look(fused):
-    """Let a subclass look by itself, rank 0 having nothing to look at."""
+    """Let a subclass check by itself, rank 0 having no gradient."""
     import torch
 
     from lossscale.torch import GradScaler
@@ -285,7 +285,7 @@ def test_parameters_that_come_later_bring_their_ranks(four_ranks, change):
 
 
 def a_loss_over_ranks():
-    """Have a loss that is a DTensor itself, with a policy that looks at it."""
+    """Have a loss that is a DTensor itself, with a policy that checks it."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -57,7 +57,7 @@ def test_another_count_towards_growth_is_an_error_before_the_scales_part(
 
 
 def step_in_a_grid():
-    """Have one rank of a 2 x 2 mesh come apart; return the errors."""
+    """Have one rank of a 2 x 2 mesh differ; return the errors."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -33,7 +33,7 @@ def train(whose, fused, use_orig_params, poison, clips):
         if clips and whose == "ours":
             norms.append(float(scaler.clip_grad_norm_(optimizer, 0.5)))
         else:
-            # torch's class has to be asked to unscale, or ranks come apart.
+            # torch's class has to be asked to unscale, or ranks differ.
             scaler.unscale_(optimizer)
             if clips:
                 norms.append(float(model.clip_grad_norm_(0.5)))

@@ -60,7 +60,7 @@ def test_a_loss_of_one_rank_holds_the_scale_where_norms_are_added_up(four_ranks)
 
 
 def drift_seen_in_the_first_group():
-    """Have one rank of a grid come apart where norms are added up."""
+    """Have one rank of a grid differ where norms are added up."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -86,7 +86,7 @@ def test_drift_reaches_ranks_of_other_groups_by_sums(four_ranks):
 
 
 def gradients_of_a_kind_of_their_own():
-    """Let rank 1 have a bad gradient that only torch can look at."""
+    """Let rank 1 have a bad gradient that only torch can read."""
     import torch
 
     from lossscale.torch import GradScaler

@@ -1,4 +1,4 @@
-"""What torch's scalers do wrong on several ranks, and ours beside them.
+"""What torch's scalers do wrong on several ranks, and ours compared with them.
 
 The numbers are the rows of the list of defects that the pages give.
 """

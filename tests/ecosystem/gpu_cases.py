@@ -146,7 +146,7 @@ def accelerate_trains_as_with_the_scaler_of_torch():
 
 
 class _NoSchedule:
-    """Stands where no schedule is wanted: torch's goes wrong with a fused optimizer."""
+    """Used where no schedule is wanted: torch's goes wrong with a fused optimizer."""
 
     def step(self):
         """Do nothing."""
@@ -218,7 +218,7 @@ def trainer_of(folder, scaler, bad):
 
 @case("transformers", "accelerate")
 def trainer_skips_holds_the_schedule_and_resumes():
-    """Check two bad steps, one on either side of a checkpoint."""
+    """Check two overflows, one on either side of a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         scaler = GradScaler(DEVICE, init_scale=1024.0)
         through = trainer_of(Path(folder) / "through", scaler, bad=[1, 4])
@@ -249,7 +249,7 @@ def trainer_skips_holds_the_schedule_and_resumes():
 
 @case("lightning")
 def lightning_skips_a_bad_step():
-    """Check `MixedPrecision("16-mixed", "cuda", scaler=...)` with a bad step."""
+    """Check `MixedPrecision("16-mixed", "cuda", scaler=...)` with an overflow."""
     import lightning.pytorch as lightning
     from lightning.pytorch.plugins import MixedPrecision
 
@@ -296,9 +296,9 @@ def main():
     for function, packages in CASES:
         missing = [name for name in packages if importlib.util.find_spec(name) is None]
         if missing:
-            verb = "is" if len(missing) == 1 else "are"
+            is_or_are = "is" if len(missing) == 1 else "are"
             missing = " and ".join(missing)
-            print(f"{function.__name__}: not run: {missing} {verb} not installed")
+            print(f"{function.__name__}: not run: {missing} {is_or_are} not installed")
             continue
         function()
         print(f"{function.__name__}: passed")

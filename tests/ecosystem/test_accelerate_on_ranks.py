@@ -81,7 +81,7 @@ def turned_on(way):
 
 def made(way, whose, settings):
     """Return the scaler for a way."""
-    if whose == "nobody's":
+    if whose == "none":
         return None
     if whose == "torch's" and way == "FSDP1":
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Its
@@ -156,7 +156,7 @@ def train(way, whose, kind, bad, settings=SETTINGS, clip=None):
 
 
 def check_skipped(every):
-    """Raise unless all ranks have skipped the bad step, and no other."""
+    """Raise unless all ranks have skipped the overflow, and no other."""
     for seen in every:
         assert SCALES == seen["scales"]
         assert [number == BAD for number in range(STEPS)] == seen["skipped"]
@@ -334,7 +334,7 @@ def states_of_adamw(whose, folder):
     return saved, len(run.optimizer.state)
 
 
-@pytest.mark.parametrize("whose", ["ours", "torch's", "nobody's"])
+@pytest.mark.parametrize("whose", ["ours", "torch's", "none"])
 def test_accelerate_restores_nothing_of_an_adamw_under_fsdp1(ranks, tmp_path, whose):
     """It asks a new one what there is to load, and there is nothing yet."""
     for saved, loaded in ranks.run(states_of_adamw, whose, str(tmp_path)):

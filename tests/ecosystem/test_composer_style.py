@@ -3,7 +3,7 @@
 None of these packages is here; what is written down below is how they use torch's
 scaler, in our words: which methods they override, which private names they read and
 set. Every kind runs with `torch.amp.GradScaler` and with ours under it, through the
-same random row of clean and bad steps, and has to come to the same numbers to the bit.
+same random row of finite steps and overflows, and has to come to the same numbers.
 
 The originals: `composer/trainer/_scaler.py` (Composer), `torch_xla/amp/grad_scaler.py`,
 `apex/transformer/amp/grad_scaler.py`, `nlp_overrides.py` (NeMo),
@@ -119,7 +119,7 @@ class Style:
     fuses = True
     """Whether the package's own methods are reached with fused optimizers."""
     skips = True
-    """Whether the weights stay where they are at a bad step."""
+    """Whether the weights stay where they are at an overflow."""
     floored = True
     """Whether the scale is moved by the class below, which may have a floor."""
 
@@ -436,7 +436,7 @@ class Timm(Style):
 
 
 class Mmengine(Style):
-    """Puts the scaler's state beside the optimizer's; "dynamic" or one number."""
+    """Puts the scaler's state next to the optimizer's; "dynamic" or one number."""
 
     passes = 2
     fixed = None
@@ -535,7 +535,7 @@ STYLES = [
     MmengineFixed,
 ]
 SPOILT = [Apex, Nemo, Sharded, Timm, Mmengine]
-"""Have NaN weights with torch's class after a long row of bad steps. The others have a
+"""Have NaN weights with torch's class after a long row of overflows. The others have a
 floor or a fixed scale of their own, write zeros over NaN, or put weights back."""
 CASES = [
     pytest.param(style, kind, id=f"{style.__name__}-{kind}")
@@ -590,8 +590,8 @@ def test_no_weight_is_nan_after_170_bad_steps_and_a_clean_one(style):
         spoilt = any(weight.isnan().any() for weight in theirs.weights[-1])
         assert spoilt == (style in SPOILT)
         trains = not same(*ours.weights[-2:])
-        # Whoever moves the scale by hand moves it to 0, also ours: every step from
-        # there on is skipped, and nobody is told.
+        # A subclass that moves the scale by hand moves it to 0, also with ours: every
+        # step from there on is skipped, without a warning.
         assert (style.floored, style.floored) == (trains, ours.scales[-1] > 0)
 
 

@@ -1,6 +1,6 @@
 """Lightning Fabric with `lossscale.torch.GradScaler` in its MixedPrecision plugin.
 
-The oracle is the same loop with torch's scaler. A bad step is one whose loss is
+The oracle is the same loop with torch's scaler. An overflow is a step whose loss is
 infinite, and with it the gradient of the bias alone.
 """
 
@@ -168,7 +168,7 @@ def test_to_torchs_scaler_the_wrapped_optimizer_is_another_one():
     start = Run(THEIRS).layer.weight.detach()
     right = Run(THEIRS).train([0], before=lambda run: run.scaler.unscale_(run.raw))
     run = Run(THEIRS).train([0], before=lambda run: run.scaler.unscale_(run.optimizer))
-    expected = (right.weights[0] - start) / 1024  # divided twice, and nobody says so
+    expected = (right.weights[0] - start) / 1024  # divided twice, without a warning
     torch.testing.assert_close(run.weights[0] - start, expected, rtol=0, atol=1e-7)
 
 
@@ -278,7 +278,7 @@ def test_the_plugin_for_fsdp_drops_a_scaler_behind_its_check(kind):
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
 def test_the_plugin_for_fsdp_uses_a_scaler_that_is_assigned():
     # One process without FSDP: the plugin's own part. What ranks have to share is not
-    # looked at here.
+    # checked here.
     plugin = FSDPPrecision("16-mixed")
     plugin.scaler = GradScaler("cpu", **SETTINGS)
     weight = torch.nn.Parameter(torch.tensor(1.0))

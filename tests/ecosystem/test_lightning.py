@@ -388,7 +388,7 @@ def test_the_recipe_brings_no_false_warning():
 
 
 class HeldStepByStep(Scheduled):
-    """The recipe beside a schedule by epochs, which stays with Lightning."""
+    """The recipe together with a schedule by epochs, which stays with Lightning."""
 
     def configure_optimizers(self):
         optimizer = self.make()
@@ -535,7 +535,7 @@ def test_the_plugin_for_fsdp_drops_a_scaler_behind_its_check(kind):
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
 def test_the_plugin_for_fsdp_uses_a_scaler_that_is_assigned():
     # One process without FSDP: the plugin's own part, in float32 (its autocast is that
-    # of CUDA). What ranks have to share is not looked at here.
+    # of CUDA). What ranks have to share is not checked here.
     plugin = FSDPPrecision("16-mixed")
     plugin.scaler = GradScaler("cpu", **SETTINGS)
     model = Model(bad=(1,))

@@ -58,7 +58,7 @@ def spread(model, mesh):
 
 
 def made(whose, bad):
-    """Return a scaler; where ranks come apart by themselves it is told of them."""
+    """Return a scaler; where ranks would differ it is given their group."""
     settings = {"init_scale": 1024.0, "growth_interval": 3}
     if whose == "torch's":
         return torch.amp.GradScaler("cpu", **settings)
@@ -76,7 +76,7 @@ def loss_of(model, batch, bad):
 
 
 def check_skipped(every):
-    """Raise unless all ranks have skipped the bad step, and no other."""
+    """Raise unless all ranks have skipped the overflow, and no other."""
     for seen in every:
         assert SCALES == seen["scales"]
         assert RATES == seen["rates"]
@@ -276,7 +276,7 @@ def test_fabric_skips_on_all_ranks_for_one(ranks, way, bad, fused):
     check_skipped(found)
     if way == "DDP":
         assert found[0] == found[1]
-    if bad != "gradient":  # there the ranks come apart with torch's
+    if bad != "gradient":  # there the ranks differ with torch's
         assert ranks.run(steps_of_fabric, way, "torch's", fused, bad) == found
 
 

@@ -66,7 +66,7 @@ def test_a_run_goes_from_torch_to_ours_and_back_without_a_difference():
     names = ("torch's ", "ours    ", "torch's ")
     pairs = zip(names, lines[:3], strict=True)
     legs = [numbers(pattern.format(name), line) for name, line in pairs]
-    # The scale doubles at the 20th clean step, and every leg has 30 steps: in the
+    # The scale doubles at the 20th finite step, and every leg has 30 steps: in the
     # second and third, which skip none, the count goes on from where it stood.
     scale, tracker = legs[0]
     for found in legs[1:]:

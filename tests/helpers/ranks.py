@@ -1,7 +1,7 @@
 """Real processes that talk over gloo, kept alive from one test to the next.
 
 A case is a function at the top of a test file. It runs on every rank and returns what
-the test looks at, plain numbers and lists; `Pool.run` returns those of all ranks.
+the test checks, plain numbers and lists; `Pool.run` returns those of all ranks.
 """
 
 import importlib.util
@@ -69,7 +69,7 @@ class Pool:
 
     def _answer(self, rank):
         end = self._ends[rank]
-        # A rank that waits for another gives up first, and says where.
+        # A rank that waits for another stops first, and says where.
         if not end.poll(2 * HANG_SECONDS):
             return "raised", "no answer"
         try:
@@ -123,7 +123,7 @@ def _work(rank, ranks, store, end, path, launched):
             GROUP_RANK="0",
             WORLD_SIZE=str(ranks),
             LOCAL_WORLD_SIZE=str(ranks),
-            # Nobody connects: the process group is there already.
+            # No process connects: the process group is there already.
             MASTER_ADDR="localhost",
             MASTER_PORT="1",
             OMP_NUM_THREADS="1",

@@ -1,4 +1,4 @@
-"""Gradients, and what the verdict on them must be: the same cases on every device.
+"""Gradients, and what their summary must be: the same cases on every device.
 
 What is expected comes from NumPy in float64. The tests run the cases in Triton's
 interpreter, with small chunks; on a machine with a GPU they run as they are:
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
     name: str
     make: Callable[[], list[Any]]
-    """Makes the gradients anew, on their device."""
+    """Makes the gradients again, on their device."""
     scale: float = 4.0
     request: InspectionRequest = InspectionRequest()
     inverted: bool = False
@@ -119,8 +119,8 @@ class Making(NamedTuple):
 
     def of(self, numbers: Any, *, dtype=FLOAT32, offset=0) -> Any:
         values = torch.tensor(np.asarray(numbers, np.float64)).to(dtype)
-        room = torch.empty(values.numel() + offset, dtype=dtype, device=self.device)
-        return room[offset:].copy_(values)
+        memory = torch.empty(values.numel() + offset, dtype=dtype, device=self.device)
+        return memory[offset:].copy_(values)
 
     def full(self, size: int, number: float, *, dtype=FLOAT32) -> Any:
         return self.of(np.full(size, number), dtype=dtype)
@@ -215,7 +215,7 @@ def _of_dtypes(making: Making, chunk: int) -> Iterable[Case]:
         )
 
     yield Case(
-        "aligned beside unaligned",
+        "aligned next to unaligned",
         lambda: making.random(chunk + 5) + making.random(chunk + 5, offset=1),
     )
 
@@ -476,7 +476,7 @@ def _large(making: Making) -> Iterable[Case]:
 
 
 class Expected(NamedTuple):
-    """A verdict in float64."""
+    """A summary in float64."""
 
     usable: bool
     """Whether the scale is of any use."""
@@ -505,7 +505,7 @@ def carried(case: Case) -> tuple[np.float64, np.float32]:
 
 
 def expected(case: Case, gradients: list[Any]) -> Expected:
-    """Return the verdict on gradients that are in the host's memory."""
+    """Return the summary of gradients that are in the host's memory."""
     request = case.request
     with np.errstate(all="ignore"):
         scale, inverse = carried(case)
@@ -578,14 +578,14 @@ def product(tensor: Any, factor: np.float32) -> Any:
 
 
 def check(case: Case, kernels: Any = None, *, strict: bool = True) -> None:
-    """Raise unless the verdict on a case, and what is written, are what they must be.
+    """Raise unless the summary of a case, and what is written, are what they must be.
 
     Args:
         case: One of `cases`.
         kernels: Has `measure` and `multiply_` as `Launcher` does, which it is unless
             given.
         strict: Whether all must be measured, and magnitudes be exact. Without it a
-            norm or magnitudes that nobody asked for may be left out.
+            norm or magnitudes that were not asked for may be left out.
     """
     if kernels is None:
         from lossscale.torch.inspection.kernels.launch import GroupKernels
@@ -631,8 +631,8 @@ def _same(what: str, left: float, right: float, within: float = 0.0) -> None:
     """Raise unless two numbers are the same, or close to each other."""
     if left == right or (math.isnan(left) and math.isnan(right)):
         return
-    room = within * abs(left) + (1e-44 if within else 0.0)
-    if not (math.isfinite(left) and abs(left - right) <= room):
+    tolerance = within * abs(left) + (1e-44 if within else 0.0)
+    if not (math.isfinite(left) and abs(left - right) <= tolerance):
         message = f"{what}: expected {left!r}, got {right!r}"
         raise AssertionError(message)
 
@@ -788,7 +788,7 @@ def steps(seed: str, count: int) -> list[tuple[bool, bool, bool, bool]]:
 
 
 def check_policy(device: str, name: str, policy: Any, count: int = 30) -> None:
-    """Raise unless the kernel takes the steps of NumPy's verb, to the bit."""
+    """Raise unless the kernel takes the steps of NumPy's function, to the bit."""
     update = ScaleUpdate(policy, in_float64=False)
     state = ls.init(policy)
     here = first_state(device, float(state.scale), update)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from lossscale.core.rule import transition
 
-# The interpreter runs kernels as Python and can call the rule as it stands; of what is
+# The interpreter runs kernels as Python and can call the rule as it is; of what is
 # decorated it wants `triton.language` in the globals, and the rule imports nothing.
 rule = transition if triton.knobs.runtime.interpret else triton.jit(transition)
 

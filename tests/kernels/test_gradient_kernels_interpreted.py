@@ -69,11 +69,11 @@ def test_tables_of_every_number_of_tensors_and_chunks_are_aligned_and_whole():
 
 
 def test_alignment_is_seen_anew_whenever_the_gradients_move():
-    room = torch.zeros(40)
-    tables = tables_of([room[:8], room[8:16]])
+    memory = torch.zeros(40)
+    tables = tables_of([memory[:8], memory[8:16]])
     seen = []
     for first, second in ((0, 8), (0, 9), (1, 12), (4, 20)):
-        tables.set_addresses([room[first : first + 8], room[second : second + 8]])
+        tables.set_addresses([memory[first : first + 8], memory[second : second + 8]])
         seen.append(bool(tables.is_aligned))
     assert [True, False, False, True] == seen
 

@@ -1,4 +1,4 @@
-"""The alarm after many skips, and what a policy is told."""
+"""The alarm after many skips, and what a policy receives."""
 
 import math
 import warnings
@@ -80,20 +80,20 @@ def test_a_good_step_between_bad_ones_keeps_the_alarm_quiet():
     assert (10, None) == (scaler.skipped_steps, scaler.flush())
 
 
-# What a policy is told
+# What a policy receives
 
 
 @dataclass(frozen=True)
 class Watching:
-    """Keeps what it is told in a list."""
+    """Keeps what it receives in a list."""
 
-    told: tuple[list] = ([],)
+    received: tuple[list] = ([],)
 
     def init(self):
         return ScaleState(8.0, 0, 0)
 
     def step(self, state, signal, *, where):
-        self.told[0].append(signal)
+        self.received[0].append(signal)
         return state._replace(scale=where(signal.finite, state.scale, state.scale / 4))
 
 
@@ -105,8 +105,12 @@ def test_a_policy_of_ones_own_moves_the_scale(fused):
     for gradient in (8.0, math.nan, math.inf):
         step(scaler, optimizer, gradient, [weight])
     assert (0.5, 0.0) == (scaler.get_scale(), weight.item())
-    assert [True, False, False] == [bool(told.finite) for told in policy.told[0]]
-    assert [False, True, False] == [bool(told.nan) for told in policy.told[0]]
+    assert [True, False, False] == [
+        bool(received.finite) for received in policy.received[0]
+    ]
+    assert [False, True, False] == [
+        bool(received.nan) for received in policy.received[0]
+    ]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -116,10 +120,10 @@ def test_a_policy_is_told_numbers_that_were_measured_or_none(fused, measure_norm
     weight, optimizer = problem(fused)
     scaler = ls.GradScaler("cpu", policy=policy, measure_norm=measure_norm)
     step(scaler, optimizer, -16.0, [weight])
-    (told,) = policy.told[0]
-    assert told.amax is None or told.amax.item() == 16.0
-    assert told.norm is None or told.norm.item() == 2.0
-    assert not measure_norm or told.norm is not None
+    (received,) = policy.received[0]
+    assert received.amax is None or received.amax.item() == 16.0
+    assert received.norm is None or received.norm.item() == 2.0
+    assert not measure_norm or received.norm is not None
 
 
 def test_a_policy_and_torchs_numbers_exclude_each_other():
@@ -134,7 +138,7 @@ def test_a_policy_and_torchs_numbers_exclude_each_other():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"on_no_gradients": "clean step"},
+        {"on_no_gradients": "skip"},
         {"on_collapse": "stop"},
         {"max_consecutive_skips": 0},
         {"allow_fp16": 1},

@@ -243,7 +243,7 @@ def wrapped(make="sgd", scale=8, dtype=torch.float32, **options):
 
 
 def fingerprint(optimizer, weights):
-    """Return everything that a bad step must leave alone."""
+    """Return everything that a skipped step must leave alone."""
     saved = optimizer.optimizer.state_dict()
     return str((saved, [weight.tolist() for weight in weights]))
 

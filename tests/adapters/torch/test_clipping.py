@@ -1,4 +1,4 @@
-"""Clipping in one read, beside unscaling and clipping by torch."""
+"""Clipping in one read, compared with unscaling and clipping by torch."""
 
 import math
 

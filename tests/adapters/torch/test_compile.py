@@ -66,7 +66,7 @@ def test_scaling_compiles_into_one_graph_and_follows_the_scale():
     assert 8.0 == run(torch.tensor(2.0)).item()
 
 
-# torch.compile looks at .grad of a tensor that has none, and torch warns of it.
+# torch.compile reads .grad of a tensor that has none, and torch warns of it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_whole_step_under_torch_compile_is_the_step_without():
     def train(wrap):

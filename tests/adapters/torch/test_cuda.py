@@ -124,8 +124,8 @@ def test_all_kinds_of_numbers_in_one_optimizer():
         broken.grad[-1] = math.inf
         scaler.step(optimizer)
         scaler.update()
-        (culprit,) = scaler.last_step.nonfinite_names
-        assert f"param_groups[0]['params'][{number}] of shape (9,)" == culprit
+        (name,) = scaler.last_step.nonfinite_names
+        assert f"param_groups[0]['params'][{number}] of shape (9,)" == name
         for old, weight in zip(before, weights, strict=True):
             assert torch.equal(old, weight)
 

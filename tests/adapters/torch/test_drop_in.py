@@ -1,4 +1,4 @@
-"""The agreement of torch's GradScaler, kept by ours: the same calls on both classes."""
+"""The contract of torch's GradScaler, kept by ours: the same calls on both classes."""
 
 import inspect
 import math

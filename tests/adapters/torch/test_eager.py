@@ -131,8 +131,8 @@ def test_parts_that_are_combined_are_the_whole(case):
 
 @pytest.mark.parametrize("way", MEASURES)
 def test_gaps_and_transposed_tensors_are_read_and_written_where_they_are(way):
-    room = torch.arange(24.0).view(4, 6)
-    gradients = [room[:, ::2], torch.arange(6.0).view(2, 3).t()]
+    memory = torch.arange(24.0).view(4, 6)
+    gradients = [memory[:, ::2], torch.arange(6.0).view(2, 3).t()]
     request = InspectionRequest(unscale_in_place=True, measure_norm=True)
     buffer = Eager(MEASURES[way]).measure(
         gradients, torch.tensor(2.0), request, inverted=False
@@ -141,8 +141,8 @@ def test_gaps_and_transposed_tensors_are_read_and_written_where_they_are(way):
         pytest.approx(math.sqrt(sum(x * x for x in range(0, 24, 2)) + 55.0) / 2.0)
         == buffer[NORM].item()
     )
-    assert torch.equal(torch.arange(0.0, 24.0, 2.0) / 2.0, room[:, ::2].flatten())
-    assert torch.equal(torch.arange(1.0, 24.0, 2.0), room[:, 1::2].flatten())
+    assert torch.equal(torch.arange(0.0, 24.0, 2.0) / 2.0, memory[:, ::2].flatten())
+    assert torch.equal(torch.arange(1.0, 24.0, 2.0), memory[:, 1::2].flatten())
 
 
 def test_the_host_says_what_it_did_not_measure():

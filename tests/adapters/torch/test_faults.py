@@ -267,7 +267,7 @@ class Stages(RuleBasedStateMachine):
                 scaler._per_optimizer_states.get(id(optimizer))
                 for optimizer in optimizers
             ]
-            told = [
+            received = [
                 None
                 if state is None
                 else (
@@ -281,7 +281,9 @@ class Stages(RuleBasedStateMachine):
                 for weight in weights
             ]
             moved = scaler.get_scale(), scaler._get_growth_tracker()
-            pictures.append((told, grads, moved, [picture(one) for one in optimizers]))
+            pictures.append(
+                (received, grads, moved, [picture(one) for one in optimizers])
+            )
         assert pictures[0] == pictures[1]
 
 

@@ -1,4 +1,4 @@
-"""What is torch's own about the verbs: gradients of every kind, autograd, compile."""
+"""The functional API on torch: gradients of every kind, autograd, compile."""
 
 import math
 from collections import OrderedDict

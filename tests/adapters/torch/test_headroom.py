@@ -290,13 +290,13 @@ def test_no_policy_is_moved_by_it(policy):
 
 def test_a_policy_of_ones_own_is_not_moved_and_is_told():
     class Telling:
-        told: list[Signal] = []  # noqa: RUF012
+        received: list[Signal] = []  # noqa: RUF012
 
         def init(self):
             return ScaleState(65536.0, 0, 0)
 
         def step(self, state, signal, *, where):
-            self.told.append(signal)
+            self.received.append(signal)
             return state._replace(scale=state.scale / 2)
 
     weight, optimizer = problem()
@@ -304,7 +304,7 @@ def test_a_policy_of_ones_own_is_not_moved_and_is_told():
     give_huge(weight)
     scaler.step(optimizer)
     scaler.update()
-    (signal,) = Telling.told
+    (signal,) = Telling.received
     assert (False, True) == (bool(signal.finite), bool(signal.too_large))
     assert 65536.0 == scaler.get_scale()
 

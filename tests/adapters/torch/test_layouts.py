@@ -79,7 +79,7 @@ def test_a_layout_fits_what_is_laid_out_alike_and_nothing_else(way, name):
     assert (way == "guard") == layout.is_guarded
     assert layout.fits(first())
     assert (name in SAME) == layout.fits((SAME | OTHER)[name]())
-    assert layout.fits(first())  # and a look at others changes nothing
+    assert layout.fits(first())  # and checking others changes nothing
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")

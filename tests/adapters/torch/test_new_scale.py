@@ -1,4 +1,4 @@
-"""A new scale given to `update`, beside torch's."""
+"""A new scale given to `update`, compared with torch's."""
 
 import math
 

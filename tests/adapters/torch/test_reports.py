@@ -267,8 +267,8 @@ def test_a_parameter_that_the_optimizer_no_longer_has_is_still_reported():
     scaler.step(optimizer)
     scaler.update()
     del optimizer.param_groups[0]["params"][1]
-    (culprit,) = scaler.last_step.nonfinite_names
-    assert "parameter 1, which the optimizer no longer has" == culprit
+    (name,) = scaler.last_step.nonfinite_names
+    assert "parameter 1, which the optimizer no longer has" == name
 
 
 def test_a_scheduler_that_was_not_asked_for_long_loses_no_step():

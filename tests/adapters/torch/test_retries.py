@@ -1,4 +1,4 @@
-"""What is tried again, overridden or set from outside is looked at anew."""
+"""What is tried again, overridden or set from outside is checked again."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""State dicts and pickles, beside torch's."""
+"""State dicts and pickles, compared with torch's."""
 
 import copy
 import math

@@ -168,7 +168,7 @@ def test_fused_optimizers_take_the_steps_they_take_under_torch(name, explicit):
     ],
 )
 def test_gradients_are_checked_again_if_they_were_only_looked_at(cls):
-    """A look before the last backward pass says nothing about the step."""
+    """A check before the last backward pass says nothing about the step."""
     scaler = started(cls("cpu", init_scale=4.0))
     weight = parameter([1.0])
     weight.grad = torch.tensor([4.0])

@@ -1,4 +1,4 @@
-"""The scale and its tracker beside torch's, step by step, on random sequences."""
+"""The scale and its tracker, step by step as torch's, on random sequences."""
 
 import math
 import random
