@@ -20,7 +20,7 @@ from lossscale.torch.inspection.groups import (  # noqa: E402
 )
 from lossscale.torch.inspection.kernels import launch  # noqa: E402
 from lossscale.torch.inspection.request import InspectionRequest  # noqa: E402
-from lossscale.torch.inspection.summary import NORM  # noqa: E402
+from lossscale.torch.inspection.summary import FACTOR, NORM  # noqa: E402
 
 BLOCK, LOOPS, LANES = 64, 2, 16
 CASES = gpu_cases.cases("cpu", chunk=BLOCK * LOOPS, many=40)
@@ -79,7 +79,7 @@ def test_alignment_is_seen_anew_whenever_the_gradients_move():
 
 
 @pytest.mark.parametrize("write", [False, True])
-def test_a_gradient_with_gaps_goes_the_other_way_and_counts_in_the_same_verdict(write):
+def test_a_gradient_with_gaps_goes_the_other_way_and_counts_in_the_same_summary(write):
     gap = torch.arange(40.0)[::2]
     gradients = [torch.full((5,), 3.0), gap, torch.full((3,), -4.0)]
     want = gpu_cases.Case("gaps", lambda: gradients, scale=3.0)
@@ -92,7 +92,7 @@ def test_a_gradient_with_gaps_goes_the_other_way_and_counts_in_the_same_verdict(
     assert [0.0] == [flag.item() for flag in found.values()]
     assert pytest.approx(expected.norm, rel=1e-6) == summary.slot(NORM).item()
     if not write:
-        groups.rescale_(gradients, summary)
+        groups.multiply_(gradients, summary.slot(FACTOR))
     third = torch.tensor(1.0).div(3.0)
     assert torch.equal(torch.arange(40.0)[::2] * third, gap)
     assert torch.equal(torch.full((5,), 3.0) * third, gradients[0])
