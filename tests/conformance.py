@@ -264,7 +264,7 @@ class FunctionalConformance:
         assert 0.25 == self.framework.numpy(signal.zero_fraction)
         assert 0.25 == self.framework.numpy(signal.subnormal_fraction)
 
-    def test_nan_is_told_from_infinity_and_amax_looks_at_finite_values(self):
+    def test_nan_differs_from_infinity_and_amax_is_of_finite_values(self):
         for values, nan in (([np.inf, 3.0], False), ([np.nan, 3.0], True)):
             grads = [np.array(values, np.float32)]
             _, signal = self.unscale(grads, 1.0, measure=("nan", "amax"))
@@ -562,7 +562,7 @@ class ClassicConformance:
             again.multiplier,
         )
 
-    def test_none_gradients_are_ignored_and_nothing_at_all_is_a_good_step(self):
+    def test_none_gradients_are_ignored_and_nothing_at_all_is_a_finite_step(self):
         for nothing in ([None], [], None, {}):
             loss_scale = self.framework.module.DynamicLossScale(8, 1, 2)
             _, should_apply = loss_scale.update(nothing)

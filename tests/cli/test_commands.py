@@ -233,7 +233,7 @@ def test_a_chart_is_drawn_for_each_policy():
     assert "1024" not in fixed.replace("1,024", "1024")
 
 
-def test_a_state_is_converted_from_a_pipe_and_losses_are_told(tmp_path):
+def test_a_state_is_converted_from_a_pipe_and_losses_are_printed(tmp_path):
     policy = presets.get("deepspeed")
     portable = json.dumps(to_portable(policy, policy.init()))
     result = run("convert", "-", "--to", "torch", given=portable)
@@ -280,7 +280,7 @@ def test_the_demo_takes_a_policy_a_seed_and_json(tmp_path):
     assert [] == list(tmp_path.iterdir())
 
 
-def test_the_version_is_told():
+def test_the_version_is_printed():
     from importlib.metadata import version
 
     assert version("lossscale") in check(run("--version"))

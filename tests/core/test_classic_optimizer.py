@@ -102,7 +102,7 @@ def test_bad_gradients_are_skipped_under_a_fixed_manager_and_a_fixed_scale():
         assert [1.0, 1.0, pytest.approx(0.9)] == seen
 
 
-def test_a_manager_of_ones_own_is_asked_and_told():
+def test_a_manager_of_ones_own_is_asked_and_updated():
     class Steps(ls.LossScaleManager):
         value = 8
 
@@ -293,7 +293,7 @@ def test_a_gradient_that_cannot_be_squared_is_skipped_and_the_scale_stays():
         assert 1 == inner.calls
 
 
-def test_a_large_gradient_beside_an_infinite_one_is_an_overflow():
+def test_a_large_gradient_next_to_an_infinite_one_is_an_overflow():
     optimizer = ls.LossScaleOptimizer(Descent(), ls.DynamicLossScale(8, 2))
     optimizer.apply_gradients([(weight(1e20, np.inf), weight(1.0, 1.0))])
     assert 4.0 == optimizer.loss_scale()

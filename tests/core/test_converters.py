@@ -208,7 +208,7 @@ def test_what_comes_to_the_same_thing_is_not_lost():
     assert () == to_library("torch", policy, policy.init()).dropped
 
 
-def test_a_newer_state_of_ours_is_told_as_such():
+def test_a_newer_state_of_ours_is_named_as_such():
     assert "lossscale" == detect_library({"format": "lossscale/2"})
     with pytest.raises(StateError, match="a mapping"):
         detect_library([1])

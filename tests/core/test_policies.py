@@ -200,7 +200,7 @@ def test_every_preset_says_where_its_facts_come_from():
 
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("loss_finite", [None, False, True])
-def test_only_a_loss_that_was_looked_at_and_is_not_finite_holds_if_asked(
+def test_only_a_loss_that_was_checked_and_is_not_finite_holds_if_asked(
     hold, loss_finite
 ):
     from lossscale import Signal

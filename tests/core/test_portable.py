@@ -250,7 +250,7 @@ def test_a_file_keeps_its_permissions(tmp_path):
     assert 0o640 == path.stat().st_mode & 0o777
 
 
-def test_the_new_file_is_written_beside_the_old_one(tmp_path, monkeypatch):
+def test_the_new_file_is_written_next_to_the_old_one(tmp_path, monkeypatch):
     """Only a rename within one file system is atomic."""
     seen = []
     original = os.fsync

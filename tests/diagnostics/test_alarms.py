@@ -108,7 +108,7 @@ def test_nan_without_an_infinity():
     assert "no lower scale can help" in alarm.message
 
 
-def test_nan_beside_an_infinity_is_an_overflow():
+def test_nan_next_to_an_infinity_is_an_overflow():
     both = (("a", "inf"), ("b", "nan"))
     records = healthy(1, 20)
     records += [skip(20 + i, 1024.0, "nan", nonfinite=both) for i in range(1, 4)]

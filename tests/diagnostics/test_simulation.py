@@ -68,7 +68,7 @@ def test_policies_of_any_kind_run_side_by_side():
     assert [8.0, 512.0, 32768.0] == [r.final.scale.item() for r in results]
 
 
-def test_progress_is_told_once_for_each_policy():
+def test_progress_is_reported_once_for_each_policy():
     calls = []
     simulate([Dynamic(), Fixed()], np.ones(3, bool), on_policy=lambda: calls.append(1))
     assert 2 == len(calls)

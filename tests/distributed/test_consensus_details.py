@@ -262,7 +262,7 @@ def what_a_policy_receives(clips):
 
 
 @pytest.mark.parametrize("clips", [True, False])
-def test_a_policy_of_ones_own_is_told_the_same_on_every_rank(four_ranks, clips):
+def test_a_policy_of_ones_own_receives_the_same_on_every_rank(four_ranks, clips):
     norm = math.sqrt(2 * (1 + 4 + 9 + 16))
     for received, sent in four_ranks.run(what_a_policy_receives, clips):
         ((finite, amax, seen),) = received

@@ -48,7 +48,7 @@ def step_after_a_failed_look(fused, overrides):
 
 @pytest.mark.parametrize("overrides", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_nothing_is_stepped_after_a_look_that_failed(two_ranks, fused, overrides):
+def test_nothing_is_stepped_after_a_check_that_failed(two_ranks, fused, overrides):
     for errors, between, after, scale in two_ranks.run(
         step_after_a_failed_look, fused, overrides
     ):
@@ -108,7 +108,7 @@ def own_look(fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_look_of_a_subclass_is_agreed_on(four_ranks, fused):
+def test_a_check_of_a_subclass_is_shared(four_ranks, fused):
     first, *others = four_ranks.run(own_look, fused)
     assert ([8.0, 4.0, 4.0], [1.0, 1.0]) == first
     assert [([8.0, 4.0, 4.0], [0.5, 0.5])] * 3 == others
@@ -308,7 +308,7 @@ def a_loss_over_ranks():
     return seen
 
 
-def test_a_loss_that_is_spread_over_ranks_is_looked_at(two_ranks):
+def test_a_loss_that_is_spread_over_ranks_is_checked(two_ranks):
     # Parts of the second loss are finite on no rank, and their sum is not either.
     assert [[(8.0, True), (8.0, False)]] * 2 == two_ranks.run(a_loss_over_ranks)
 

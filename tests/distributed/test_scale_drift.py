@@ -77,7 +77,7 @@ def step_in_a_grid():
     return "no error"
 
 
-def test_ranks_that_share_no_group_with_it_are_told_as_well(four_ranks):
+def test_ranks_that_share_no_group_with_it_are_informed_as_well(four_ranks):
     for message in four_ranks.run(step_in_a_grid):
         assert (
             "ranks 0, 1, 2 have 8 (0 finite steps); rank 3 has 4 (0 finite steps)"

@@ -150,7 +150,7 @@ def one_replica():
     return seen
 
 
-def test_replicas_do_not_come_apart_as_they_do_with_torch(four_ranks):
+def test_replicas_do_not_diverge_as_they_do_with_torch(four_ranks):
     ours, theirs = zip(*four_ranks.run(one_replica), strict=True)
     assert (4.0, 4.0, 4.0, 4.0) == ours
     assert (4.0, 4.0, 8.0, 8.0) == theirs

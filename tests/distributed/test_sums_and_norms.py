@@ -108,7 +108,7 @@ def gradients_of_a_kind_of_their_own():
     return scaler.get_scale(), weight.tolist()
 
 
-def test_tensors_that_torch_looks_at_are_agreed_on(four_ranks):
+def test_tensors_that_torch_checks_are_shared(four_ranks):
     expected = [(4.0, [1.0, 1.0])] * 4
     assert expected == four_ranks.run(gradients_of_a_kind_of_their_own)
 

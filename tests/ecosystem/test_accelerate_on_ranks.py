@@ -194,7 +194,7 @@ def loss_that_is_bad_on_one_rank(process_group):
     return run.accelerator.scaler.get_scale()
 
 
-def test_ranks_have_to_be_named_where_the_policy_looks_at_losses(ranks):
+def test_ranks_have_to_be_named_where_the_policy_reads_losses(ranks):
     assert [1024.0, 1024.0] == ranks.run(loss_that_is_bad_on_one_rank, "all")
     # Rank 0 has seen gradients that are not finite, and no reason to keep the scale.
     assert [512.0, 1024.0] == ranks.run(loss_that_is_bad_on_one_rank, None)
@@ -314,7 +314,7 @@ def test_a_saved_run_goes_on_as_if_it_had_not_stopped(ranks, tmp_path, way, kind
 
 
 @pytest.mark.parametrize("whose", ["ours", "torch's"])
-def test_loading_counts_as_a_clean_step_under_fsdp2(ranks, tmp_path, whose):
+def test_loading_counts_as_a_finite_step_under_fsdp2(ranks, tmp_path, whose):
     """The state of a new optimizer is made by a step, which goes through the scaler."""
     arguments = "FSDP2", whose, "plain", str(tmp_path), False
     for saved, loaded, _, _ in ranks.run(resumed, *arguments):

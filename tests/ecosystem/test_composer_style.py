@@ -579,7 +579,7 @@ def test_a_checkpoint_in_the_middle_makes_no_difference(style, kind):
 
 @pytest.mark.filterwarnings("ignore::lossscale.errors.CollapseWarning")
 @pytest.mark.parametrize("style", STYLES)
-def test_no_weight_is_nan_after_170_bad_steps_and_a_clean_one(style):
+def test_no_weight_is_nan_after_170_overflows_and_a_finite_step(style):
     """torch's scale is 0 by then, and its reciprocal infinite."""
     faults = [None, *(Fault(0, math.inf, at % 2, at % 2) for at in range(170)), None]
     kind = "own" if style.optimizer is not None else "momentum"

@@ -140,7 +140,7 @@ def test_fabric_clips_as_with_torchs_scaler():
 
 
 @both
-def test_fabric_raises_on_an_overflow_unless_it_is_told_otherwise(kind):
+def test_fabric_raises_on_an_overflow_unless_it_is_asked_otherwise(kind):
     def clip(run):
         run.fabric.clip_gradients(run.layer, run.optimizer, max_norm=0.1)
 

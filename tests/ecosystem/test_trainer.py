@@ -134,7 +134,7 @@ def test_the_default_optimizer_is_fused():
 
 
 @pytest.mark.parametrize("optimizer", [FUSED, FOREACH])
-def test_a_bad_step_is_skipped_and_the_schedule_held(optimizer, tmp_path):
+def test_an_overflow_is_skipped_and_the_schedule_held(optimizer, tmp_path):
     scaler = GradScaler("cpu", init_scale=1024.0)
     made, recorder = trainer(tmp_path, scaler, bad=[2], optim=optimizer)
     made.train()
@@ -174,7 +174,7 @@ def test_training_is_that_of_torchs_scaler(optimizer, max_grad_norm, tmp_path):
     assert 0.1 < max(norms) < 100.0  # unscaled, and there was something to clip
 
 
-def test_a_bad_step_of_several_micro_batches_is_skipped(tmp_path):
+def test_an_overflow_of_several_micro_batches_is_skipped(tmp_path):
     scaler = GradScaler("cpu", init_scale=1024.0)
     made, recorder = trainer(
         tmp_path,

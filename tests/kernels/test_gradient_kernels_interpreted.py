@@ -38,7 +38,7 @@ def parameters(cases):
 
 
 @pytest.mark.parametrize("case", parameters(CASES))
-def test_a_verdict_and_what_is_written_are_what_numpy_says(case):
+def test_a_summary_and_what_is_written_are_what_numpy_says(case):
     gpu_cases.check(case)
 
 
@@ -68,7 +68,7 @@ def test_tables_of_every_number_of_tensors_and_chunks_are_aligned_and_whole():
             assert 0 == tables.limits.data_ptr() % 8
 
 
-def test_alignment_is_seen_anew_whenever_the_gradients_move():
+def test_alignment_is_checked_again_whenever_the_gradients_move():
     memory = torch.zeros(40)
     tables = tables_of([memory[:8], memory[8:16]])
     seen = []
@@ -110,7 +110,7 @@ def test_dense_is_what_fills_a_stretch_of_memory_in_any_order():
 
 
 @pytest.mark.parametrize("name", gpu_cases.policies())
-def test_the_update_takes_the_steps_of_numpys_verb(name):
+def test_the_update_takes_the_steps_of_numpys_update(name):
     gpu_cases.check_policy("cpu", name, gpu_cases.policies()[name])
 
 

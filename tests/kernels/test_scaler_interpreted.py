@@ -261,7 +261,7 @@ def test_who_spoilt_a_micro_batch_is_named(monkeypatch, kernels):
     assert {"b": "nan"} == skipped(torch.ones(2), bad, accumulate=True)
 
 
-def test_who_is_not_finite_is_named_beside_a_gradient_with_gaps():
+def test_the_tensor_that_is_not_finite_is_named_next_to_a_gradient_with_gaps():
     gap, bad = torch.ones(4)[::2], torch.full((2,), math.inf)
     assert {"c": "inf"} == skipped(torch.ones(2), gap, bad)
 

@@ -61,7 +61,7 @@ def test_the_page_for_adapters_names_the_arguments_of_a_binding():
     assert {name: signature(method) for name, method in named.items()} == shown
 
 
-def test_the_page_for_adapters_names_the_arguments_of_the_verbs():
+def test_the_page_for_adapters_names_the_arguments_of_the_functions():
     shown = table_under("adding-a-framework.md", "## The functional API")
     names = ("init", "scale", "unscale", "update", "select")
     found = {name: signature(getattr(lossscale.numpy, name)) for name in names}

@@ -222,7 +222,7 @@ def test_no_gradient_at_all_is_keras_error_and_the_scale_stays():
     assert 2.0**15 == steps.scale()
 
 
-def test_an_empty_list_counts_as_a_clean_step_as_in_keras():
+def test_an_empty_list_counts_as_a_finite_step_as_in_keras():
     ours, theirs = descent(), Original(keras.optimizers.SGD(0.5))
     for optimizer in (theirs, ours):
         steps = Steps(optimizer, START)

@@ -78,7 +78,7 @@ def test_bad_gradients_are_applied_to_those_who_ask_for_it(mode, kind):
 
 @every_mode
 @kinds
-def test_a_manager_of_ones_own_is_asked_and_told(mode, kind):
+def test_a_manager_of_ones_own_is_asked_and_updated(mode, kind):
     possible(mode, kind)
 
     class Steps(ls.LossScaleManager):

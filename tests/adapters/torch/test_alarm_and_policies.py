@@ -72,7 +72,7 @@ def test_the_alarm_may_raise_and_the_update_is_complete():
         step(scaler, optimizer, math.nan, [weight])
 
 
-def test_a_good_step_between_bad_ones_keeps_the_alarm_quiet():
+def test_an_applied_step_between_skipped_ones_keeps_the_alarm_quiet():
     weight, optimizer = problem()
     scaler = ls.GradScaler("cpu", max_consecutive_skips=2, on_collapse="raise")
     for gradient in (math.inf, 1.0) * 10:
@@ -115,7 +115,7 @@ def test_a_policy_of_ones_own_moves_the_scale(fused):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("measure_norm", [False, True])
-def test_a_policy_is_told_numbers_that_were_measured_or_none(fused, measure_norm):
+def test_a_policy_receives_numbers_that_were_measured_or_none(fused, measure_norm):
     policy = Watching(([],))
     weight, optimizer = problem(fused)
     scaler = ls.GradScaler("cpu", policy=policy, measure_norm=measure_norm)
@@ -145,6 +145,6 @@ def test_a_policy_and_torchs_numbers_exclude_each_other():
         {"measure_norm": "yes"},
     ],
 )
-def test_settings_of_no_use_are_refused(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises((ValueError, TypeError), match=next(iter(settings))):
         ls.GradScaler("cpu", **settings)

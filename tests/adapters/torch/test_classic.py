@@ -340,7 +340,7 @@ def test_a_closure_is_called_once_and_its_loss_returned():
 @pytest.mark.parametrize("style", ["apply_gradients", "step"])
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("make", DENSE)
-def test_a_bad_step_calls_nothing_and_changes_only_the_scale(make, bad, style):
+def test_an_overflow_calls_nothing_and_changes_only_the_scale(make, bad, style):
     optimizer, weights = wrapped(make, ls.DynamicLossScale(8.0))
     for weight in weights:
         weight.grad = torch.ones_like(weight)

@@ -235,7 +235,7 @@ def test_a_norm_that_is_not_positive_is_refused(max_norm):
         started(ls.GradScaler("cpu")).clip_grad_norm_(optimizer, max_norm)
 
 
-def test_settings_of_no_use_are_refused():
+def test_invalid_settings_are_refused():
     _, optimizer = problem("SGD", False, 1.0)
     scaler = started(ls.GradScaler("cpu"))
     with pytest.raises(SettingTypeError, match="max_norm"):
@@ -277,7 +277,7 @@ def test_a_large_scale_and_a_hard_clip_are_no_overflow():
     assert weight.tolist() == pytest.approx([0.997, 0.996], abs=1e-6)
 
 
-def test_a_divisor_that_no_float32_can_hold_is_not_handed_over():
+def test_a_divisor_that_no_float32_can_hold_is_not_passed_on():
     scaler, weight = a_divisor_beyond_float32(fused=True)
     assert scaler.last_step.skipped
     assert [1.0, 1.0] == weight.tolist()

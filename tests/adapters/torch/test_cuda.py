@@ -78,7 +78,7 @@ def test_a_policy_moves_the_scale_by_the_kernel():
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_a_fused_step_waits_for_nothing_and_names_the_culprit_later():
+def test_a_fused_step_waits_for_nothing_and_names_the_tensor_later():
     assert kernel_backend.is_available(torch.device("cuda"))
     model = torch.nn.Linear(4, 4).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

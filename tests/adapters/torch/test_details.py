@@ -41,7 +41,7 @@ def test_a_step_is_taken_whatever_the_default_device_is(cls, way, bad):
     assert ((1.0, 4.0) if bad else (0.5, 8.0)) == (weight.item(), scaler.get_scale())
 
 
-def test_the_verbs_take_cpu_gradients_whatever_the_default_device_is():
+def test_the_functions_take_cpu_gradients_whatever_the_default_device_is():
     policy = ls.GradScaler("cpu").policy
     state = ls.init(policy, device="cpu")
     gradient = torch.tensor([65536.0])
@@ -227,7 +227,7 @@ def test_a_group_that_only_looks_like_one_is_taken():
     assert 0.5 == weight.item()
 
 
-def test_the_sharded_scaler_unscales_float16_gradients_unless_told_otherwise():
+def test_the_sharded_scaler_unscales_float16_gradients_unless_asked_otherwise():
     weight = parameter([1.0], torch.float16)
     optimizer = torch.optim.SGD([weight], lr=0.5)
     scaler = started(ls.ShardedGradScaler("cpu", 8.0))

@@ -54,7 +54,7 @@ def test_what_the_optimizer_returns_is_returned(cls):
 
 
 @both
-def test_gradients_that_are_broken_after_unscaling_are_not_looked_at_again(cls):
+def test_gradients_that_are_broken_after_unscaling_are_not_checked_again(cls):
     weight, optimizer = problem()
     scaler = started(cls("cpu"))
     scaler.unscale_(optimizer)
@@ -121,7 +121,7 @@ def test_duplicates_of_a_sparse_gradient_that_overflow_together_are_found(scale)
     assert [1.0, 1.0] == weight.tolist()
 
 
-def test_gradients_of_another_layout_are_sorted_anew():
+def test_gradients_of_another_layout_are_grouped_again():
     """Only the second step has a gradient that is refused, and a sparse one."""
     first, second = parameter([1.0]), parameter([1.0], torch.float16)
     optimizer = torch.optim.SGD([first, second], lr=1.0)

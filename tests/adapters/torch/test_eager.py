@@ -169,7 +169,7 @@ def test_a_norm_that_one_part_did_not_measure_is_measured_by_none():
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_a_look_by_either_way_finds_the_number_and_changes_none(number):
+def test_a_check_by_either_way_finds_the_number_and_changes_none(number):
     for measure in MEASURES.values():
         for size in (3, 2**16):
             gradients = [torch.full((size,), 0.3), torch.full((size,), 0.3)]

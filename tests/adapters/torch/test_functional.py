@@ -301,7 +301,7 @@ def test_signals_of_any_boolean_kind_are_taken():
         assert (65536.0, 1, 0) == tuple(value.item() for value in after)
 
 
-def test_a_flag_of_nan_that_only_the_device_knows_counts_as_a_bad_step():
+def test_a_flag_of_nan_that_only_the_device_knows_counts_as_an_overflow():
     after = ls.update(Dynamic(), ls.init(Dynamic()), Signal(torch.tensor(math.nan)))
     assert 32768.0 == after.scale.item()
 
@@ -404,14 +404,14 @@ def test_a_state_on_the_cpu_follows_the_signal():
     assert {"meta"} == {value.device.type for value in after}
 
 
-def test_gradients_of_several_devices_are_looked_at_on_the_accelerator():
+def test_gradients_of_several_devices_are_checked_on_the_accelerator():
     grads = [torch.ones(2), torch.ones(2, device="meta")]
     unscaled, signal = ls.unscale(grads, state(2.0), measure=MEASUREMENTS)
     assert ["cpu", "meta"] == [gradient.device.type for gradient in unscaled]
     assert {"meta"} == {getattr(signal, n).device.type for n in ("finite", "norm")}
 
 
-def test_a_gradient_penalty_is_differentiated_through_both_verbs():
+def test_a_gradient_penalty_is_differentiated_through_both_functions():
     weight = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
     current = state(1024.0)
     scaled = ls.scale((weight**3).sum(), current)
@@ -433,7 +433,7 @@ def test_complex_and_sparse_unscaling_can_be_differentiated():
     assert [0.25] * 3 == dense.grad.tolist()
 
 
-def test_the_verbs_work_inside_torch_func():
+def test_the_functions_work_inside_torch_func():
     current = state(8.0)
 
     def loss(weight, x):

@@ -112,7 +112,7 @@ def test_the_tensors_that_were_too_large_are_named():
     assert {"head": "headroom"} == scaler.last_step.nonfinite
 
 
-def test_an_infinity_beside_it_is_an_overflow_and_lowers_the_scale():
+def test_an_infinity_next_to_it_is_an_overflow_and_lowers_the_scale():
     weight, optimizer = problem()
     scaler = started(ls.GradScaler("cpu"))
     give_huge(weight)
@@ -207,7 +207,7 @@ class NarrowState(torch.optim.SGD):
                 self.state[one]["square"] = (one.grad**2).half()
 
 
-def test_a_state_that_turns_out_to_be_narrower_is_looked_at_from_then_on():
+def test_a_state_that_turns_out_to_be_narrower_is_checked_from_then_on():
     weight = parameter([1.0, 1.0])
     optimizer = NarrowState([weight], lr=0.1)
     scaler = started(ls.GradScaler("cpu", init_scale=1.0))
@@ -288,7 +288,7 @@ def test_no_policy_is_moved_by_it(policy):
     assert before == [value.item() for value in scaler.state]
 
 
-def test_a_policy_of_ones_own_is_not_moved_and_is_told():
+def test_a_policy_of_ones_own_is_not_moved_and_is_informed():
     class Telling:
         received: list[Signal] = []  # noqa: RUF012
 
@@ -325,7 +325,7 @@ def test_other_dtypes_have_their_own_bounds(dtype):
     assert torch.isfinite(state).all()
 
 
-def test_a_sparse_gradient_is_looked_at_as_well():
+def test_a_sparse_gradient_is_checked_as_well():
     weight = parameter([[1.0], [1.0]])
     optimizer = torch.optim.SparseAdam([weight])
     scaler = started(ls.GradScaler("cpu"))

@@ -120,14 +120,14 @@ def test_a_layout_of_one_tensor_twice_fits_it_and_two_of_its_kind(way):
 # Where the two differ, the guard is the stricter: the gradients are sorted once more.
 
 
-def test_one_tensor_twice_in_place_of_two_is_sorted_anew_by_the_guard(way):
+def test_one_tensor_twice_in_place_of_two_is_grouped_again_by_the_guard(way):
     tensor = torch.zeros(4)
     layout = Layout([torch.zeros(4), torch.zeros(4)])
     assert (way == "without") == layout.fits([tensor, tensor])
     assert Layout([tensor, tensor]).fits([tensor, tensor])
 
 
-def test_a_gradient_with_a_graph_is_sorted_anew_by_the_guard(way):
+def test_a_gradient_with_a_graph_is_grouped_again_by_the_guard(way):
     with_graph = [torch.zeros(2, 3, requires_grad=True), torch.zeros(4)]
     assert (way == "without") == Layout(first()).fits(with_graph)
     assert Layout(with_graph).fits(with_graph)
@@ -164,7 +164,7 @@ def test_the_guard_is_tried_before_it_is_trusted(monkeypatch):
     assert layout_cache._try_guard() is None
 
 
-def test_the_guard_is_looked_for_once(monkeypatch):
+def test_the_guard_is_searched_once(monkeypatch):
     asked = []
     monkeypatch.setattr(layout_cache, "_tried", [])
     monkeypatch.setattr(layout_cache, "_try_guard", lambda: asked.append(1))

@@ -52,7 +52,7 @@ def test_a_new_scale_is_copied(cls):
     ],
     ids=["two numbers", "requires_grad", "another device"],
 )
-def test_a_new_scale_of_no_use_is_refused_in_torchs_words(cls, new):
+def test_an_invalid_new_scale_is_refused_in_torchs_words(cls, new):
     scaler = started(cls("cpu", init_scale=4.0))
     text = (
         "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "

@@ -94,7 +94,7 @@ def test_tensors_that_overflowed_have_the_names_that_were_given():
         assert ("0.bias", "1.weight") == scaler.last_step.nonfinite_names
 
 
-def test_tensors_that_overflowed_without_a_name_are_told_by_their_place():
+def test_tensors_that_overflowed_without_a_name_are_named_by_their_place():
     weights = [parameter([1.0]), parameter([1.0, 2.0]), parameter([[3.0]])]
     optimizer = torch.optim.SGD(
         [{"params": weights[:1]}, {"params": weights[1:]}], lr=1.0
@@ -198,7 +198,7 @@ def rates(scaler, optimizer, weight, gradients, **settings):
 
 @pytest.mark.parametrize("wait", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_scheduler_moves_for_applied_steps_only_and_nobody_warns(fused, wait):
+def test_a_scheduler_moves_for_applied_steps_only_without_a_warning(fused, wait):
     weight, optimizer = problem(fused)
     found = rates(
         ls.GradScaler("cpu"), optimizer, weight, [*BAD, 1.0, math.inf, 1.0], wait=wait
@@ -254,7 +254,7 @@ def test_a_scheduler_with_a_metric_is_given_it():
         ({"names": torch.nn.Linear(2, 2).parameters()}, "names must be pairs"),
     ],
 )
-def test_what_cannot_be_told_or_named_is_refused_at_once(settings, text):
+def test_a_callback_or_name_that_is_invalid_is_refused_at_once(settings, text):
     with pytest.raises(TypeError, match=text):
         ls.GradScaler("cpu", **settings)
 

@@ -70,7 +70,7 @@ def test_a_stage_that_was_set_back_is_checked_again(cls):
     assert 2.0**15 == scaler.get_scale()
 
 
-def test_a_look_that_was_interrupted_is_taken_again(monkeypatch):
+def test_a_check_that_was_interrupted_is_taken_again(monkeypatch):
     weight, optimizer = fused_adam()
     scaler = ls.GradScaler("cpu")
     backward(scaler, weight, math.nan)
@@ -158,7 +158,7 @@ def test_clipping_goes_through_an_unscale_of_a_subclass():
     assert 2.0**15 == scaler.get_scale()
 
 
-def test_a_subclass_that_allows_fp16_is_still_told_what_dividing_will_do():
+def test_a_subclass_that_allows_fp16_still_learns_what_dividing_will_do():
     class Allowing(ls.GradScaler):
         def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
@@ -293,7 +293,7 @@ def test_what_a_graph_would_read_keeps_its_place():
     assert 7 == scaler.total_steps
 
 
-def test_a_number_set_by_hand_that_is_of_no_use_is_refused_every_time():
+def test_an_invalid_number_set_by_hand_is_refused_every_time():
     weight, _ = one_weight()
     scaler = ls.GradScaler("cpu", init_scale=8.0)
     scaler._growth_interval = 1.5

@@ -129,7 +129,7 @@ def test_a_missing_entry_is_a_key_error(cls, name):
     "entries",
     [{"scale": 0.0}, {"scale": math.nan}, {"scale": -1.0}, {"_growth_tracker": -1}],
 )
-def test_a_state_of_no_use_is_refused_and_nothing_changes(entries):
+def test_an_invalid_state_is_refused_and_nothing_changes(entries):
     scaler = started(moved(ls.GradScaler))
     before = scaler.state_dict()
     with pytest.raises(StateError):
@@ -258,7 +258,7 @@ def test_a_pickle_leaves_out_an_observer_that_cannot_be_pickled():
 
 @pytest.mark.parametrize("name", OURS[1:])
 @pytest.mark.parametrize("wrong", [2**40, -5, 1.5, None, "x", True])
-def test_a_counter_of_no_use_is_refused_and_nothing_is_taken(name, wrong):
+def test_an_invalid_counter_is_refused_and_nothing_is_taken(name, wrong):
     for scaler in (ls.GradScaler("cpu"), started(ls.GradScaler("cpu"))):
         before = scaler.state_dict()
         with pytest.raises(StateError, match=name):

@@ -57,7 +57,7 @@ def problem(cls, gradient):
 
 @both
 @pytest.mark.parametrize(("gradient", "found"), [(1.0, 0.0), (math.inf, 1.0)])
-def test_the_scale_and_the_flag_are_lent_for_the_step(cls, gradient, found):
+def test_the_scale_and_the_flag_are_set_for_the_step(cls, gradient, found):
     scaler = started(cls("cpu", init_scale=4.0))
     _, optimizer = problem(Fused, gradient)
     assert scaler.step(optimizer) == "called"
@@ -100,7 +100,7 @@ def test_a_preset_divisor_reaches_a_real_fused_optimizer():
 
 
 @pytest.mark.parametrize("found", [(1.0, 1.0), (2.0, 0.0), (2.0,), (0.0, 0.0)])
-def test_the_flag_handed_over_is_exactly_0_or_1(found):
+def test_the_flag_passed_on_is_exactly_0_or_1(found):
     """Two devices with an infinity each add up to 2 in torch, which skips nothing."""
     devices = [torch.device("cpu"), torch.device("meta")][: len(found)]
     for cls in (Fused, lambda params, lr: torch.optim.SGD(params, lr, fused=True)):
@@ -167,7 +167,7 @@ def test_fused_optimizers_take_the_steps_they_take_under_torch(name, explicit):
         ls.GradScaler,
     ],
 )
-def test_gradients_are_checked_again_if_they_were_only_looked_at(cls):
+def test_gradients_are_checked_again_if_they_were_only_checked(cls):
     """A check before the last backward pass says nothing about the step."""
     scaler = started(cls("cpu", init_scale=4.0))
     weight = parameter([1.0])
@@ -208,7 +208,7 @@ def test_an_optimizer_that_asks_for_the_scaler_gets_it_with_a_warning(cls, gradi
 
 
 @both
-def test_the_private_look_returns_a_flag_for_each_device(cls):
+def test_the_private_check_returns_a_flag_for_each_device(cls):
     scaler = started(cls("cpu", init_scale=4.0))
     weight, optimizer = problem(torch.optim.SGD, 4.0)
     for gradient, found in ((4.0, 0.0), (math.nan, 1.0)):

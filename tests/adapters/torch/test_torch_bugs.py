@@ -118,7 +118,7 @@ def after_a_skipped_first_step(cls, **settings):
     return weight, optimizer, scaler
 
 
-def test_torch_keeps_momentum_that_nobody_wrote():
+def test_torch_keeps_momentum_that_was_never_written():
     _, optimizer, _ = after_a_skipped_first_step(torch.amp.GradScaler)
     (state,) = optimizer.state.values()
     buffer = state["momentum_buffer"]
