@@ -16,7 +16,9 @@ from alarm_runs import rebuilt, trainings
 from lossscale.diagnostics.alarms import scan
 from lossscale.diagnostics.records.layout import describe_policy
 
-HEADS = "run,kind,steps,skipped,lost at,alarms,first alarm,at step,lead,weights good until"
+HEADS = (
+    "run,kind,steps,skipped,lost at,alarms,first alarm,at step,lead,weights good until"
+)
 
 
 def judge(run):
