@@ -750,7 +750,10 @@ class GradScaler(torch.amp.GradScaler):
         """Check gradients as they came; unscale them if the optimizer cannot."""
         is_fused = getattr(step.optimizer, "_step_supports_amp_scaling", False)
         if is_fused and step.accumulator is None:
-            self._check_inf_per_device(step.optimizer)
+            if self._is_overridden("_check_inf_per_device", "_unscale_grads_"):
+                self._check_inf_per_device(step.optimizer)
+            else:
+                self._check(step)
         elif self._is_overridden("unscale_"):
             self.unscale_(step.optimizer)
         else:
@@ -778,9 +781,9 @@ class GradScaler(torch.amp.GradScaler):
             return None
         if treats_call_as_applied(optimizer) and bool(found_inf):
             return None
-        args, kwargs = arguments
-        with fused_optimizers.set_grad_scale(optimizer, grad_scale, found_inf):
-            return stepped.step(*args, **kwargs)
+        return fused_optimizers.step_with_grad_scale(
+            optimizer, stepped, arguments, grad_scale, found_inf
+        )
 
     def _step_with_closure(
         self,
@@ -974,28 +977,30 @@ class GradScaler(torch.amp.GradScaler):
     ) -> FoundInf:
         self._check_scale_growth_tracker("_check_inf_per_device")
         step = self._iteration.begin(optimizer)
-        optimizer = step.optimizer
-        hook_flags: FoundInf = {}
-        has_hook = self._is_overridden("_unscale_grads_")
-        if has_hook:
-            # It is called with an inverse of 1, as torch does, and cannot know what
-            # dividing by the scale will make of the gradients.
-            self._is_only_checking = True
-            try:
-                hook_flags = cast("FoundInf", super()._check_inf_per_device(optimizer))
-            finally:
-                self._is_only_checking = False
-        live = self._live()
-        found_inf, _ = self._checker.check(
-            optimizer, step, _CHECK, live, allow_fp16=True
-        )
-        for device, flag in hook_flags.items():
+        if not self._is_overridden("_unscale_grads_"):
+            return self._check(step)
+        # The hook is called with an inverse of 1, as torch does, and cannot know what
+        # dividing by the scale will make of the gradients.
+        self._is_only_checking = True
+        try:
+            flags = super()._check_inf_per_device(step.optimizer)
+        finally:
+            self._is_only_checking = False
+        found_inf = self._check(step)
+        for device, flag in cast("FoundInf", flags).items():
             # A device may have gradients that only the subclass knows of.
             own = found_inf.setdefault(device, flag.reshape(()))
             torch.maximum(own, flag.reshape(()), out=own)
-        if has_hook:
-            # Also if the hook returned no flag: the other ranks wait.
-            found_inf = self._checker.share_flags(optimizer, found_inf, live)
+        # Also if the hook returned no flag: the other ranks wait.
+        found_inf = self._checker.share_flags(step.optimizer, found_inf, self._live())
+        step.mark_checked(found_inf)
+        return found_inf
+
+    def _check(self, step: OptimizerStep) -> FoundInf:
+        """Check gradients that stay as they came; record and return the flags."""
+        found_inf, _ = self._checker.check(
+            step.optimizer, step, _CHECK, self._live(), allow_fp16=True
+        )
         step.mark_checked(found_inf)
         return found_inf
 

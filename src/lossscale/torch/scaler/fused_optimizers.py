@@ -7,8 +7,8 @@ in an older form of the protocol, with the scaler itself.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -71,11 +71,14 @@ def step_with_scaler(
     return optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
 
 
-@contextmanager
-def set_grad_scale(
-    optimizer: Any, grad_scale: torch.Tensor | None, found_inf: torch.Tensor
-) -> Iterator[None]:
-    """Set `grad_scale` and `found_inf` on an optimizer for one step.
+def step_with_grad_scale(
+    optimizer: Any,
+    stepped: torch.optim.Optimizer,
+    arguments: StepArguments,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor,
+) -> Any:
+    """Step an optimizer that has `grad_scale` and `found_inf` meanwhile.
 
     A `grad_scale` that the caller has set before divides as well. torch leaves its own
     behind when the step raises, and it multiplies into the next one; here the caller's
@@ -83,6 +86,8 @@ def set_grad_scale(
 
     Args:
         optimizer: It takes `grad_scale` and `found_inf`.
+        stepped: The same, or a wrapper of a package around it.
+        arguments: What its `step` takes.
         grad_scale: What divides the gradients; `None` if they are unscaled already.
         found_inf: 1.0 to skip, else 0.0.
     """
@@ -97,8 +102,9 @@ def set_grad_scale(
     optimizer.grad_scale = active
     optimizer.found_inf = found_inf
     completed = False
+    args, kwargs = arguments
     try:
-        yield
+        result = stepped.step(*args, **kwargs)
         completed = True
     finally:
         del optimizer.grad_scale
@@ -106,6 +112,7 @@ def set_grad_scale(
         if preset is not None and not completed:
             optimizer.grad_scale = preset
         del _left_behind[id(optimizer)]
+    return result
 
 
 class _Active(NamedTuple):
