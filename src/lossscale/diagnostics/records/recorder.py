@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from lossscale.core import validation
 from lossscale.core.state import ScaleState, Signal
+from lossscale.core.statistics import TensorStatistics
 from lossscale.core.validation import format_value, plain_number
 from lossscale.diagnostics.alarms import Alarm, AlarmMonitor, AlarmRules
 from lossscale.diagnostics.loggers.base import StepWriter
@@ -27,7 +28,6 @@ from lossscale.diagnostics.records.steps import (
     CAUSES,
     Nonfinite,
     StepRecord,
-    TensorStatistics,
     read_report,
 )
 from lossscale.diagnostics.records.writer import RunWriter

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lossscale.core.statistics import TensorStatistics
 from lossscale.diagnostics.records.appending import AppendOnlyFile
 from lossscale.diagnostics.records.layout import (
     as_list,
@@ -33,7 +34,7 @@ from lossscale.diagnostics.records.rollup import (
     TensorRow,
     encode_block,
 )
-from lossscale.diagnostics.records.steps import StepRecord, TensorStatistics
+from lossscale.diagnostics.records.steps import StepRecord
 from lossscale.errors import LossScaleError
 
 
