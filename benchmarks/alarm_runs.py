@@ -165,7 +165,7 @@ def faulty_layer(keep=0, steps=STEPS, seed=0):
 
 
 def trainings():
-    """Yield ten healthy trainings and four that are lost: the rules were tuned on these."""
+    """Yield ten healthy trainings and four lost ones; the rules were tuned on them."""
     for seed in range(10):
         yield train(f"healthy, seed {seed}", seed=seed)
     yield from lost_trainings(seed=0)
