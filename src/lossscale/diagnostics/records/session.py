@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lossscale.core.statistics import TensorStatistics
 from lossscale.diagnostics.alarms import Alarm, AlarmMonitor
 from lossscale.diagnostics.loggers.base import StepWriter
-from lossscale.diagnostics.records.reader import RecordWarning
+from lossscale.diagnostics.records.run_file import RecordWarning
 from lossscale.diagnostics.records.steps import (
     StepRecord,
     find_nearest_finite,
