@@ -153,10 +153,11 @@ def lost_at(records):
     return None if last is not None and last > end - 30 else (last or 0) + 1
 
 
-def faulty_layer(keep=0, steps=STEPS):
+def faulty_layer(keep=0, steps=STEPS, seed=0):
     """Return the training whose fourth layer breaks at step 100."""
     return train(
         "drifting gain in a layer",
+        seed=seed,
         fault=partial(drifting_gain, 3, 100),
         keep=keep,
         steps=steps,
@@ -164,13 +165,30 @@ def faulty_layer(keep=0, steps=STEPS):
 
 
 def trainings():
-    """Yield ten healthy trainings and four that are lost."""
+    """Yield ten healthy trainings and four lost ones; the rules were tuned on them."""
     for seed in range(10):
         yield train(f"healthy, seed {seed}", seed=seed)
-    yield train("learning rate too high", rate=rising_rate)
-    yield faulty_layer()
-    yield train("buffer not cleared in a layer", fault=UnclearedBuffer(3, 60))
-    yield train("NaN in a layer", fault=partial(nan_layer, 5, 300))
+    yield from lost_trainings(seed=0)
+
+
+def new_trainings():
+    """Yield trainings with seeds that no rule was tuned on."""
+    for seed in range(100, 120):
+        yield train(f"healthy, seed {seed}", seed=seed)
+    for seed in range(100, 105):
+        for run in lost_trainings(seed):
+            run.name += f", seed {seed}"
+            yield run
+
+
+def lost_trainings(seed):
+    """Yield one training for each fault."""
+    yield train("learning rate too high", rate=rising_rate, seed=seed)
+    yield faulty_layer(seed=seed)
+    yield train(
+        "buffer not cleared in a layer", fault=UnclearedBuffer(3, 60), seed=seed
+    )
+    yield train("NaN in a layer", fault=partial(nan_layer, 5, 300), seed=seed)
 
 
 def curve(first, last, *, interval, overflows, loss, floor=1.0, seed=0, scale=2.0**15):

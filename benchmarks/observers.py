@@ -3,14 +3,19 @@
 
     python benchmarks/observers.py benchmarks/results/observers.csv
 
-One training step of a GPT of six layers (76 parameter tensors) on a CPU, in torch.
-Counted are the operators that are dispatched, and among them those that read a number
-to the host: on a GPU each of these waits for the device. The count has no noise. Tools
-whose package is not installed are left out.
+Training steps of a GPT of six layers (76 parameter tensors) on a CPU, in torch. Counted
+are the operators that the training's thread dispatches, and among them those that read
+a number to the host: on a GPU each of these waits for the device. Tools that do more on
+some steps do so once in 50 here, and 50 steps are counted: the usual step is the
+median, the largest is the one with the most operators. The count has no noise. Tools
+whose package is not installed are left out; to have all of them:
+
+    pip install wandb trainscope torchinstruments
 """
 
 import importlib.util
 import io
+import statistics
 import sys
 import tempfile
 import warnings
@@ -25,6 +30,7 @@ from lossscale.diagnostics import Recorder
 from lossscale.torch import GradScaler
 
 READS = ("_local_scalar_dense", "aten.equal", "is_nonzero", "aten.item")
+EVERY = 50
 WIDTH, HEADS, LAYERS, WORDS, LENGTH = 64, 4, 6, 128, 16
 
 
@@ -81,6 +87,9 @@ class Count(TorchDispatchMode):
 
 class Plain:
     """A step without a scaler, and what a tool does around it."""
+
+    steps = 3
+    """How many steps are counted: those of a tool that samples differ."""
 
     def __init__(self, model, optimizer, stack, folder):
         del stack, folder
@@ -149,6 +158,43 @@ class Watched(Plain):
         run.watch(model, log="gradients", log_freq=1)
 
 
+class TrainScoped(Plain):
+    """trainscope with its defaults: gradients, weights, activations of every layer."""
+
+    steps = EVERY
+
+    def __init__(self, model, optimizer, stack, folder):
+        super().__init__(model, optimizer, stack, folder)
+        from trainscope import TrainScope, TrainScopeConfig
+
+        config = TrainScopeConfig(run_dir=folder)
+        self.scope = TrainScope(model, optimizer, config=config).attach()
+        stack.callback(self.scope.detach)
+
+    def finish(self, loss):
+        """Go backwards, record as its manual says, and take the step."""
+        loss.backward()
+        self.scope.step(loss.item())
+        self.optimizer.step()
+
+
+class Instrumented(Plain):
+    """torchinstruments with its defaults, except that it samples by steps, not time."""
+
+    steps = EVERY
+
+    def __init__(self, model, optimizer, stack, folder):
+        super().__init__(model, optimizer, stack, folder)
+        from torchinstruments import (
+            EveryNForwardsSampler,
+            inject_observer,
+            remove_observer,
+        )
+
+        inject_observer(model, output_dir=folder, sampler=EveryNForwardsSampler(EVERY))
+        stack.callback(remove_observer, model)
+
+
 class Scaled(Plain):
     """torch's own scaler."""
 
@@ -179,12 +225,24 @@ class Ours(Scaled):
 
 
 class Recorded(Scaled):
-    """Our scaler with a recorder: scale, cause, names, every step."""
+    """Our scaler with a recorder: every step, and every tensor every 50 steps."""
+
+    steps = EVERY
+
+    every = EVERY
 
     def make(self, folder):
         """Return the scaler."""
-        recorder = self.stack.enter_context(Recorder(Path(folder) / "run.jsonl"))
+        path = Path(folder) / "run.jsonl"
+        recorder = Recorder(path, statistics_every=self.every, writers=())
+        self.stack.enter_context(recorder)
         return GradScaler("cpu", init_scale=8.0, module=self.model, on_step=recorder)
+
+
+class RecordedAlone(Recorded):
+    """The same without tensor statistics."""
+
+    every = 0
 
 
 TOOLS = {
@@ -192,46 +250,61 @@ TOOLS = {
     "torch set_detect_anomaly": (Anomaly, None),
     "transformers DebugUnderflowOverflow": (Debugged, "transformers"),
     "wandb.watch every step": (Watched, "wandb"),
+    "trainscope": (TrainScoped, "trainscope"),
+    "torchinstruments every 50 steps": (Instrumented, "torchinstruments"),
     "p.grad.norm().item() for every tensor": (Norms, None),
     "torch._foreach_norm(inf)": (Foreach, None),
     "torch GradScaler": (Scaled, None),
     "lossscale GradScaler": (Ours, None),
-    "lossscale GradScaler with a Recorder": (Recorded, None),
+    "lossscale GradScaler with a Recorder": (RecordedAlone, None),
+    "the same with statistics every 50 steps": (Recorded, None),
 }
 
 
 def count(kind):
-    """Return the operators and reads of a step, after two that warm up."""
+    """Return the operators and reads of a usual step and of the largest."""
     torch.manual_seed(0)
     model = Gpt()
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(WORDS, (2, LENGTH))
+    found = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(redirect_stdout(io.StringIO()))
         loop = kind(model, optimizer, stack, folder)
-        for _ in range(2):
+        for _ in range(2):  # these warm up
             loop.step(tokens)
-        counted = stack.enter_context(Count())
-        loop.step(tokens)
-    return counted.operators, counted.reads
+        for _ in range(kind.steps):
+            with Count() as counted:
+                loop.step(tokens)
+            found.append((counted.operators, counted.reads))
+    usual = tuple(int(statistics.median(column)) for column in zip(*found, strict=True))
+    return usual, max(found)
+
+
+COLUMNS = (
+    "tool,extra operators of a usual step,extra host reads of a usual step,"
+    "extra operators of the largest,extra host reads of the largest"
+)
 
 
 def main(output):
-    lines = ["tool,operators,extra operators,host reads,extra host reads"]
-    base = count(Plain)
+    lines = [COLUMNS]
+    (operators, reads), _ = count(Plain)
     for name, (kind, package) in TOOLS.items():
         if package is not None and importlib.util.find_spec(package) is None:
             print(f"{name}: {package} is not installed", file=sys.stderr)
             continue
-        found = count(kind)
-        row = [found[0], found[0] - base[0], found[1], found[1] - base[1]]
+        row = [
+            number
+            for found in count(kind)
+            for number in (found[0] - operators, found[1] - reads)
+        ]
         lines.append(",".join([name, *map(str, row)]))
-    text = "\n".join(lines) + "\n"
-    print(text)
+        print(lines[-1], flush=True)
     if output:
-        Path(output).write_text(text, encoding="utf-8")
+        Path(output).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

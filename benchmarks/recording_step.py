@@ -4,29 +4,34 @@
     python benchmarks/recording_step.py cuda results.csv    GPT-2 124 M, 8,192 tokens
     python benchmarks/recording_step.py cpu                 a small one, to try it
 
-Steps with and without a recorder take turns in one run, ten at a time; the ratio is
-that of the medians. On a GPU torch raises an error if the host waits inside a recorded
-step.
+Steps with and without a recorder take turns in one run, 50 steps at a time, so that
+every turn with a recorder has one step with tensor statistics. A ratio is the median of
+the turns, each compared with the turn before it. On a GPU the time is that between two
+CUDA events; the wall time of the same turns is printed as well. Operators and host
+waits are counted in steps that are not timed: the waits are those that torch warns of.
 """
 
 import statistics
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lossscale.diagnostics import Recorder, read_run
 from lossscale.torch import GradScaler
 
 SIZES = {
     # layers, width, heads, words, length, batch, turns
-    "cuda": (12, 768, 12, 50_257, 1_024, 8, 30),
-    "cpu": (2, 64, 4, 256, 32, 2, 3),
+    "cuda": (12, 768, 12, 50_257, 1_024, 8, 6),
+    "cpu": (2, 64, 4, 256, 32, 2, 2),
 }
-PER_TURN = 10
+EVERY = 50
+"""A turn has as many steps as there are from one sample to the next."""
 
 
 class Block(nn.Module):
@@ -94,42 +99,105 @@ class Loop:
         self.scaler.update()
         self.optimizer.zero_grad()
 
-    def turn(self, *, watched):
-        """Return the seconds of a step, over ten of them."""
-        if self.device == "cuda":
+    def turn(self):
+        """Return the seconds of a step, by the device's clock and by the host's."""
+        begin, end = self.mark(), self.mark()
+        if begin is not None:
             torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error" if watched else "default")
+            begin.record()
         start = time.perf_counter()
-        for _ in range(PER_TURN):
+        for _ in range(EVERY):
             self.step()
-        if self.device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / PER_TURN
+        if begin is None:
+            wall = time.perf_counter() - start
+            return wall / EVERY, wall / EVERY
+        end.record()
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - start
+        return begin.elapsed_time(end) / 1e3 / EVERY, wall / EVERY
+
+    def mark(self):
+        """Return an event of the device's clock; `None` without one."""
+        return torch.cuda.Event(enable_timing=True) if self.device == "cuda" else None
+
+    def count(self):
+        """Return the operators and the host waits of one step."""
+        counted = Count()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("warn")
+            with counted:
+                self.step()
+            if self.device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        waits = sum("synchronizing" in str(one.message) for one in caught)
+        return counted.operators, waits
+
+
+class Count(TorchDispatchMode):
+    """Counts the operators that are dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Count one operator."""
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
+
+
+def compare(plain, recorded, turns):
+    """Return medians: seconds of the plain step, and both ratios of the recorded."""
+    pairs = [(plain.turn(), recorded.turn()) for _ in range(turns)]
+    ratios = [
+        [after[clock] / before[clock] for before, after in pairs] for clock in (0, 1)
+    ]
+    seconds = statistics.median(before[0] for before, _ in pairs)
+    return seconds, *map(statistics.median, ratios)
+
+
+def count(plain, recorded):
+    """Return extra operators and host waits of a step between, and of a sampled one."""
+    base = [plain.count() for _ in range(EVERY)]
+    found = [recorded.count() for _ in range(EVERY)]
+    pairs = zip(base, found, strict=True)
+    sampled, *between = [
+        (after[0] - before[0], after[1] - before[1]) for before, after in pairs
+    ]
+    return max(between), sampled
 
 
 def main(device, output):
     sizes = SIZES[device]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.jsonl"
-        with Recorder(path) as recorder:
+        with Recorder(path, statistics_every=EVERY) as recorder:
             plain, recorded = Loop(device, sizes, None), Loop(device, sizes, recorder)
             for loop in (plain, recorded):  # compiles kernels, finds a scale
-                for _ in range(3):
-                    loop.turn(watched=False)
-            times = {plain: [], recorded: []}
-            for _ in range(sizes[-1]):
-                for loop, found in times.items():
-                    found.append(loop.turn(watched=loop is recorded))
+                loop.turn()
+            between, sampled = count(plain, recorded)
+            seconds, ratio, wall_ratio = compare(plain, recorded, sizes[-1])
             recorded.scaler.flush()
-        rows = read_run(path).rows
-    base, cost = (statistics.median(found) for found in times.values())
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    text = (
-        "device,torch,plain step ms,recorded step ms,ratio,recorded steps\n"
-        f"{name},{torch.__version__},{base * 1e3:.3f},{cost * 1e3:.3f},"
-        f"{cost / base:.4f},{rows}\n"
-    )
+        run = read_run(path)
+        samples = sum(1 for _ in run.statistics(run.start, run.end - run.start))
+    row = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "plain step ms": f"{seconds * 1e3:.3f}",
+        "recorded to plain": f"{ratio:.4f}",
+        "wall time, recorded to plain": f"{wall_ratio:.4f}",
+        "extra operators between": between[0],
+        "extra host waits between": between[1],
+        "extra operators sampled": sampled[0],
+        "extra host waits sampled": sampled[1],
+        "recorded steps": run.rows,
+        "steps with statistics": samples,
+    }
+    heads = ",".join(head.replace(",", "") for head in row)
+    text = f"{heads}\n{','.join(map(str, row.values()))}\n"
     print(text)
     if output:
         Path(output).write_text(text, encoding="utf-8")

@@ -88,6 +88,7 @@ SUITES = {
             "tests/kernels/test_rule_interpreted.py",
             "tests/kernels/test_gradient_kernels_interpreted.py",
             "tests/kernels/test_scaler_interpreted.py",
+            "tests/kernels/test_statistics_interpreted.py",
         ),
         {"TRITON_INTERPRET": "1"},
     ),

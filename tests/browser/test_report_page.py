@@ -223,6 +223,28 @@ def test_nothing_is_wider_than_the_window(browser, report, width, scheme):
         assert width >= page.evaluate("document.documentElement.scrollWidth")
 
 
+def test_a_phone_shows_every_column_of_the_tables_without_scrolling(browser, report):
+    with opened_page(browser, report, width=375) as page:
+        tables = page.locator("section .table.whole:visible, #exponents .table:visible")
+        widths = tables.evaluate_all(
+            "found => found.map(t => [t.scrollWidth, t.clientWidth])"
+        )
+        assert widths
+        assert all(wanted <= shown for wanted, shown in widths)
+
+
+def test_the_right_axis_is_announced_only_where_it_is_drawn(browser, tmp_path):
+    for clip in (1.0, 0.5):
+        path = tmp_path / f"{clip}.jsonl"
+        with Recorder(path, writers=()) as recorder:
+            for _ in range(9):
+                recorder.record(scale=8.0, applied=True, norm=2.0, clip=clip)
+        page_path = path.with_suffix(".html")
+        page_path.write_text(build_report([path]), encoding="utf-8")
+        with opened_page(browser, page_path) as page:
+            assert (clip < 1.0) == page.get_by_text("on the right axis").is_visible()
+
+
 def test_text_has_enough_contrast(browser, report):
     luminance = """(text) => {
       const [r, g, b] = text.match(/[\\d.]+/g).map((v) => v / 255)

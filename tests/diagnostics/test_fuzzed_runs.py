@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lossscale.diagnostics import Recorder, RecordWarning, read_run
 from lossscale.diagnostics.alarms import scan
-from lossscale.diagnostics.records.reader import rollup_path
+from lossscale.diagnostics.records.run_file import rollup_path
 from lossscale.errors import StateError
 
 JSON = st.recursive(

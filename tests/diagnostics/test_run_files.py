@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from lossscale.diagnostics import Recorder, RecordWarning, measure_tensors, read_run
-from lossscale.diagnostics.records import rollup
-from lossscale.diagnostics.records.reader import rollup_path, scan_run
+from lossscale.diagnostics.records import blocks
+from lossscale.diagnostics.records.reader import scan_run
+from lossscale.diagnostics.records.run_file import rollup_path
 from lossscale.errors import StateError
 
-STEPS = 3 * rollup.BLOCK_STEPS + 100
+STEPS = 3 * blocks.BLOCK_STEPS + 100
 
 
 def make_run(path, steps=STEPS, seed=0, statistics=()):
@@ -81,7 +82,7 @@ def test_the_blocks_are_what_numpy_makes_of_the_steps(path):
         assert (moves == 1).sum() == block.growths
         assert (moves == -1).sum() == block.backoffs
         skipped = [(r.step, r.cause) for r in part if r.skipped]
-        assert tuple(skipped[: rollup.MOST_SKIPS]) == block.skips
+        assert tuple(skipped[: blocks.MOST_SKIPS]) == block.skips
         assert len(skipped) == block.skipped == sum(block.causes.values())
         for tensor in block.tensors:
             hits = [
@@ -200,7 +201,7 @@ def test_statistics_are_read_where_they_are(tmp_path):
 
 
 def test_the_extremes_of_statistics_are_rolled_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollup, "TENSOR_BLOCKS", 2)
+    monkeypatch.setattr(blocks, "TENSOR_BLOCKS", 2)
     path = tmp_path / "run.jsonl"
     make_run(path, steps=5000, statistics=range(1, 5000, 50))
     expected = read_run(path).tensor_blocks

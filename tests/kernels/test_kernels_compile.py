@@ -16,6 +16,7 @@ from lossscale.core.policies import Switches  # noqa: E402
 from lossscale.torch.inspection.kernels import (  # noqa: E402
     launch,
     scale_update,
+    statistics,
     summarize,
 )
 from lossscale.torch.inspection.kernels import read as reading  # noqa: E402
@@ -217,3 +218,35 @@ def test_subnormal_numbers_are_kept_and_quotients_are_exact():
     assert ".ftz" not in text
     assert "div.full" not in text
     assert "div.approx" not in text
+
+
+COUNT = {"pointers": "*i64", "sizes": "*i64", "kinds": "*i64", "rows": "*i64"}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("dtype", "mixed", "first", "exponents"),
+    [
+        (tl.float16, False, -24, 40),
+        (tl.bfloat16, False, -149, 277),
+        (tl.float32, False, -149, 277),
+        (tl.float32, True, -149, 277),
+    ],
+    ids=str,
+)
+def test_a_count_by_exponent_compiles(capability, dtype, mixed, first, exponents):
+    text = ptx(
+        statistics._count,
+        COUNT,
+        capability,
+        dtype=dtype,
+        mixed=mixed,
+        first=first,
+        exponents=exponents,
+        bins=triton.next_power_of_2(exponents + 3),
+        block=2048,
+    )
+    # Counts and the largest magnitude are the only writes, and no program waits.
+    assert "st.global" not in text
+    assert ".ftz" not in text
+    assert re.search(r"(atom|red)\.\S*add\.\S*64", text)

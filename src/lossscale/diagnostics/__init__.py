@@ -9,12 +9,14 @@ Adapters do not import this package.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lossscale.core.statistics import TensorStatistics
 from lossscale.diagnostics.alarms import Alarm, AlarmRules
 from lossscale.diagnostics.loggers.jax import record_in_jit
 from lossscale.diagnostics.records.parquet import export_parquet
-from lossscale.diagnostics.records.reader import RecordWarning, RunFile, read_run
+from lossscale.diagnostics.records.reader import read_run
 from lossscale.diagnostics.records.recorder import Recorder
-from lossscale.diagnostics.records.steps import StepRecord, TensorStatistics
+from lossscale.diagnostics.records.run_file import RecordWarning, RunFile
+from lossscale.diagnostics.records.steps import StepRecord
 
 if TYPE_CHECKING:
     from lossscale.diagnostics.recording import Recording, read_recording

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lossscale.core.statistics import TensorStatistics
 from lossscale.diagnostics.formats import FORMATS, NumberFormat
-from lossscale.diagnostics.records.steps import TensorStatistics
 from lossscale.errors import GradientError
 
 Array = npt.NDArray[Any]

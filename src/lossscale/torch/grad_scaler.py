@@ -30,6 +30,7 @@ from lossscale.torch.inspection.groups import FoundInf, any_flag, invert
 from lossscale.torch.inspection.inspector import has_grads
 from lossscale.torch.inspection.pinned_pool import PinnedPool
 from lossscale.torch.inspection.request import InspectionRequest
+from lossscale.torch.inspection.statistics import StatisticsSampler
 from lossscale.torch.inspection.summary import GradientSummary
 from lossscale.torch.scaler import (
     accumulation,
@@ -199,7 +200,10 @@ class GradScaler(torch.amp.GradScaler):
     def _make_caches(self) -> None:
         """Create what is never pickled."""
         self._current: Iteration | None = None
-        self._checker = GradientChecker(self._options, super()._unscale_grads_)
+        self._sampler = StatisticsSampler(self._history.on_step)
+        self._checker = GradientChecker(
+            self._options, super()._unscale_grads_, self._sampler
+        )
         self._schedulers: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         """The last report that each scheduler was stepped for."""
         self._pool = PinnedPool()
@@ -608,7 +612,9 @@ class GradScaler(torch.amp.GradScaler):
         collected = self._checker.inspector.collect(step.optimizer)
         if collected.groups is not None:
             accumulation.refuse_unsummable(collected.groups, collected.grads)
-        accumulation.add_micro_batch(step, collected, self._live())
+        live = self._live()
+        self._checker.sample(step.optimizer, collected, live)
+        accumulation.add_micro_batch(step, collected, live)
 
     # -- stepping ----------------------------------------------------------------------
 
@@ -917,7 +923,12 @@ class GradScaler(torch.amp.GradScaler):
                 device_loss = GradientSummary.of_flag(flags.loss_nonfinite, scale)
                 device_loss.publish(self._pool)
         return StepReport(
-            self._reports, outcomes, self._options.names, loss_nonfinite, device_loss
+            self._reports,
+            outcomes,
+            self._options.names,
+            loss_nonfinite,
+            device_loss,
+            self._sampler.take(iteration),
         )
 
     def discard(self) -> None:
@@ -1144,7 +1155,7 @@ class GradScaler(torch.amp.GradScaler):
             state["_is_on_host"] = None
         state["_history"] = self._history.make_empty()
         state["_options"] = self._options.to_pickle()
-        for name in ("_current", "_checker", "_schedulers", "_pool"):
+        for name in ("_current", "_checker", "_sampler", "_schedulers", "_pool"):
             del state[name]
         return state
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lossscale.core import validation
 from lossscale.diagnostics.alarms import Alarm
-from lossscale.diagnostics.records.rollup import Block, summarize
+from lossscale.diagnostics.records.blocks import Block, summarize
 from lossscale.diagnostics.records.steps import CAUSES, StepRecord, read_report
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lossscale.diagnostics.formats import FORMATS
+from lossscale.diagnostics.records.blocks import Block
 from lossscale.diagnostics.records.layout import decode_step
 from lossscale.diagnostics.records.lines import read_lines
-from lossscale.diagnostics.records.reader import RunFile
-from lossscale.diagnostics.records.rollup import Block
+from lossscale.diagnostics.records.run_file import RunFile
 from lossscale.diagnostics.records.steps import CAUSES, StepRecord
 
 Floats = npt.NDArray[np.float64]

@@ -22,12 +22,12 @@ from dataclasses import asdict, is_dataclass
 from math import isfinite
 from typing import Any, TypeAlias
 
+from lossscale.core.statistics import TensorStatistics
 from lossscale.core.validation import format_value
 from lossscale.diagnostics.records.steps import (
     CAUSES,
     Nonfinite,
     StepRecord,
-    TensorStatistics,
 )
 from lossscale.errors import StateError
 

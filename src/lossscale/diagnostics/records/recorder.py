@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 
 from lossscale.core import validation
 from lossscale.core.state import ScaleState, Signal
-from lossscale.core.validation import format_value, plain_number
+from lossscale.core.statistics import TensorStatistics
+from lossscale.core.validation import plain_number
 from lossscale.diagnostics.alarms import Alarm, AlarmMonitor, AlarmRules
 from lossscale.diagnostics.loggers.base import StepWriter
 from lossscale.diagnostics.loggers.python_logging import LoggingWriter
@@ -25,19 +26,23 @@ from lossscale.diagnostics.records.headers import find_versions, make_header
 from lossscale.diagnostics.records.session import Note, Session
 from lossscale.diagnostics.records.steps import (
     CAUSES,
-    Nonfinite,
     StepRecord,
-    TensorStatistics,
     read_report,
 )
+from lossscale.diagnostics.records.values import (
+    Tensors,
+    cause_of,
+    check_number,
+    check_rank,
+    check_scale,
+    check_step,
+    check_tensors,
+)
 from lossscale.diagnostics.records.writer import RunWriter
-from lossscale.errors import SettingError, SettingTypeError
+from lossscale.errors import SettingError
 
 OnAlarm: TypeAlias = Callable[[Alarm], object]
 """Called with every alarm."""
-
-Tensors: TypeAlias = Iterable[tuple[str, str]] | Mapping[str, str]
-"""Tensors by name, each with "inf" or "nan"."""
 
 _DEFAULT_RULES = AlarmRules()
 
@@ -109,7 +114,7 @@ class Recorder:
             SettingError: If a setting is invalid, or the file cannot be written.
             StateError: If the file holds something else than a run.
         """
-        rank = _check_rank(rank)
+        rank = check_rank(rank)
         separate = validation.check_bool("every_rank", every_rank)
         seconds = validation.check_number(
             "flush_seconds", flush_seconds, "0 or more seconds"
@@ -120,7 +125,7 @@ class Recorder:
         validation.check_choice(
             "if_exists", if_exists, ("resume", "overwrite", "raise")
         )
-        self.statistics_every = _check_step(statistics_every, "statistics_every")
+        self.statistics_every = check_step(statistics_every, "statistics_every")
         """Hooks measure every tensor once in so many steps; 0 for never."""
         self.path = _rank_path(Path(path), rank) if separate else Path(path)
         """Where the run goes."""
@@ -208,20 +213,20 @@ class Recorder:
             return
         was_applied = bool(plain_number(applied))
         record = StepRecord(
-            0 if step is None else _check_step(step),
+            0 if step is None else check_step(step),
             session.now(),
-            _check_scale(scale),
+            check_scale(scale),
             was_applied,
-            _number("norm", norm),
-            _number("clip", clip),
-            _number("amax", amax),
-            _number("loss", loss),
-            _number("lr", lr),
+            check_number("norm", norm),
+            check_number("clip", clip),
+            check_number("amax", amax),
+            check_number("loss", loss),
+            check_number("lr", lr),
         )
         if not was_applied:
             record = record._replace(
                 cause=validation.check_choice("cause", cause or "inf", CAUSES),
-                nonfinite=_check_tensors(nonfinite),
+                nonfinite=check_tensors(nonfinite),
             )
         self._announce(session.add(record, count=step is None))
 
@@ -265,13 +270,13 @@ class Recorder:
         """
         if self._session is None or self._session.is_idle:
             return
-        scale = _check_scale(state.scale)
-        amax = _number("amax", signal.amax)
+        scale = check_scale(state.scale)
+        amax = check_number("amax", signal.amax)
         self.record(
             scale=scale,
             applied=signal.finite,
             step=step,
-            cause=_cause_of(signal),
+            cause=cause_of(signal),
             norm=signal.norm,
             clip=clip,
             amax=None if amax is None else amax / scale,
@@ -300,8 +305,8 @@ class Recorder:
             step: Which step it is; by default the last that was recorded.
         """
         if self._session is not None and not self._session.is_idle:
-            at = None if step is None else _check_step(step)
-            value = _check_scale(scale)
+            at = None if step is None else check_step(step)
+            value = check_scale(scale)
             self._session.add_statistics(statistics, step=at, scale=value)
 
     def note(self, step: int, *, loss: Any = None, lr: Any = None) -> None:
@@ -316,8 +321,8 @@ class Recorder:
         """
         session = self._session
         if session is not None and not session.is_idle:
-            note = Note(_number("loss", loss), _number("lr", lr))
-            session.add_note(session.number_of(_check_step(step)), note)
+            note = Note(check_number("loss", loss), check_number("lr", lr))
+            session.add_note(session.number_of(check_step(step)), note)
 
     def flush(self) -> None:
         """Write what was recorded now instead of within a second."""
@@ -378,68 +383,3 @@ def _open(path: Path, header: dict[str, Any], if_exists: str) -> RunWriter:
 def _rank_path(path: Path, rank: int) -> Path:
     """Return the file of one rank: run.jsonl becomes run.rank3.jsonl."""
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-
-
-def _check_rank(rank: int | None) -> int:
-    if rank is None:
-        text = os.environ.get("RANK", "0")
-        return int(text) if text.isdecimal() else 0
-    return _check_step(rank, "rank")
-
-
-def _check_step(value: Any, name: str = "step") -> int:
-    """Return a whole number of 0 or more."""
-    number = plain_number(value)
-    if isinstance(number, bool) or not isinstance(number, int):
-        message = (
-            f"{name} must be a whole number, 0 or more, got {format_value(value)}."
-        )
-        raise SettingTypeError(message)
-    if not 0 <= number < 2**53:
-        message = (
-            f"{name} must be a whole number, 0 or more, got {format_value(value)}."
-        )
-        raise SettingError(message)
-    return number
-
-
-def _check_scale(value: Any) -> float:
-    number = _number("scale", value)
-    if number is None or not 0.0 < number < float("inf"):
-        message = f"scale must be a positive number, got {format_value(value)}."
-        raise SettingError(message)
-    return number
-
-
-def _number(name: str, value: Any) -> float | None:
-    """Return a measured number, which may be infinite or NaN."""
-    if value is None or type(value) is float:
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        message = f"{name} must be one number, got {format_value(value)}."
-        raise SettingTypeError(message) from None
-
-
-def _check_tensors(nonfinite: Tensors) -> Nonfinite:
-    pairs = nonfinite.items() if isinstance(nonfinite, Mapping) else nonfinite
-    try:
-        return tuple(
-            (str(n), validation.check_choice("cause", c, CAUSES)) for n, c in pairs
-        )
-    except (TypeError, ValueError):
-        message = (
-            'nonfinite must be pairs of a name and "inf" or "nan", got '
-            f"{format_value(nonfinite)}."
-        )
-        raise SettingTypeError(message) from None
-
-
-def _cause_of(signal: Signal) -> str:
-    """Return why a step was skipped, as far as its signal says."""
-    if signal.loss_finite is not None and not bool(plain_number(signal.loss_finite)):
-        return "loss"
-    if signal.too_large is not None and bool(plain_number(signal.too_large)):
-        return "headroom"
-    return "nan" if signal.nan is not None and bool(plain_number(signal.nan)) else "inf"

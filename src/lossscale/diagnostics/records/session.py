@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import NamedTuple
 
+from lossscale.core.statistics import TensorStatistics
 from lossscale.diagnostics.alarms import Alarm, AlarmMonitor
 from lossscale.diagnostics.loggers.base import StepWriter
-from lossscale.diagnostics.records.reader import RecordWarning
+from lossscale.diagnostics.records.run_file import RecordWarning
 from lossscale.diagnostics.records.steps import (
     StepRecord,
-    TensorStatistics,
     find_nearest_finite,
 )
 from lossscale.diagnostics.records.writer import RunWriter

@@ -12,28 +12,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lossscale.core.statistics import TensorStatistics
 from lossscale.diagnostics.records.appending import AppendOnlyFile
+from lossscale.diagnostics.records.blocks import (
+    Block,
+    BlockBuilder,
+    TensorBlock,
+    TensorRow,
+)
 from lossscale.diagnostics.records.layout import (
     as_list,
     encode,
     encode_statistics,
     encode_step,
 )
-from lossscale.diagnostics.records.reader import (
-    RunFile,
-    rollup_path,
-    scan_run,
-    warn_of_malformed,
-)
-from lossscale.diagnostics.records.rollup import (
-    ROLLUP_FORMAT,
-    Block,
-    BlockBuilder,
-    TensorBlock,
-    TensorRow,
-    encode_block,
-)
-from lossscale.diagnostics.records.steps import StepRecord, TensorStatistics
+from lossscale.diagnostics.records.reader import scan_run, warn_of_malformed
+from lossscale.diagnostics.records.rollup import ROLLUP_FORMAT, encode_block
+from lossscale.diagnostics.records.run_file import RunFile, rollup_path
+from lossscale.diagnostics.records.steps import StepRecord
 from lossscale.errors import LossScaleError
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lossscale.diagnostics.records.blocks import Block
 from lossscale.diagnostics.records.columns import Columns
-from lossscale.diagnostics.records.rollup import Block
 from lossscale.diagnostics.records.steps import CAUSES
 
 SERIES = ("scale", "loss", "norm", "headroom", "clip", "lr")

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from lossscale.diagnostics.records.blocks import Block
 from lossscale.diagnostics.records.columns import read_columns
-from lossscale.diagnostics.records.reader import RunFile
-from lossscale.diagnostics.records.rollup import Block
+from lossscale.diagnostics.records.run_file import RunFile
 from lossscale.diagnostics.records.steps import CAUSES
 from lossscale.diagnostics.report.buckets import (
     SERIES,

@@ -17,7 +17,7 @@ from string import Template
 from typing import Any
 
 from lossscale.diagnostics.formats import FORMATS
-from lossscale.diagnostics.records.reader import RunFile
+from lossscale.diagnostics.records.run_file import RunFile
 from lossscale.diagnostics.report import sections
 from lossscale.diagnostics.report.differences import find_differences
 from lossscale.diagnostics.report.levels import MOST_STEPS, make_levels

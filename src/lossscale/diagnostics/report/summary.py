@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from lossscale.diagnostics.alarms import KINDS, Alarm, scan
-from lossscale.diagnostics.records.reader import RunFile
-from lossscale.diagnostics.records.rollup import Block, Overflows, add_overflows
+from lossscale.diagnostics.records.blocks import Block, Overflows, add_overflows
+from lossscale.diagnostics.records.run_file import RunFile
 from lossscale.diagnostics.records.steps import CAUSES, StepRecord
 from lossscale.diagnostics.report.advice import give_advice
 

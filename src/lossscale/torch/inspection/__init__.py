@@ -9,6 +9,7 @@ summary.py         GradientSummary: the result, on the host or in one small buff
 pinned_pool.py     host memory for asynchronous copies
 headroom.py        how large a gradient each optimizer can hold
 layout_cache.py    whether the gradients are laid out as a step ago
+statistics.py      statistics of every tensor, on the steps that are sampled
 eager.py           torch's operations: any device, and the oracle of the kernels
 kernel_backend.py  where the Triton kernels can be used
 kernels/           Triton kernels

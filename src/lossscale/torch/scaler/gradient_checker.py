@@ -27,6 +27,7 @@ from lossscale.torch.inspection.inspector import (
 )
 from lossscale.torch.inspection.ranked import RankContext, reduce_flags
 from lossscale.torch.inspection.request import InspectionRequest
+from lossscale.torch.inspection.statistics import StatisticsSampler
 from lossscale.torch.inspection.summary import GradientSummary
 from lossscale.torch.scaler.iteration import Iteration, OptimizerStep
 from lossscale.torch.scaler.options import ScalerOptions
@@ -66,10 +67,14 @@ class GradientChecker:
     """Checks the gradients of optimizers for one scaler."""
 
     def __init__(
-        self, options: ScalerOptions, unscale_by_torch: UnscaleByTorch
+        self,
+        options: ScalerOptions,
+        unscale_by_torch: UnscaleByTorch,
+        sampler: StatisticsSampler,
     ) -> None:
         self._options = options
         self._unscale_by_torch = unscale_by_torch
+        self._sampler = sampler
         self.inspector = GradientInspector(options.rank_groups)
 
     def check(
@@ -105,6 +110,8 @@ class GradientChecker:
             return self._flags_without_gradients(step, live), None
         if groups is not None and (groups.half_indices or groups.is_overlapping):
             self._refuse(optimizer, step, groups, allow_fp16=allow_fp16)
+        is_scaled = inverse is None or request.unscale_in_place
+        self.sample(optimizer, collected, live, is_scaled=is_scaled)
         request = self._complete(request, live.update)
         try:
             if groups is not None and groups.is_foreign:
@@ -125,6 +132,19 @@ class GradientChecker:
         if step is not None:
             step.record(inspection.summary)
         return inspection.found_inf, inspection
+
+    def sample(
+        self,
+        optimizer: torch.optim.Optimizer,
+        collected: Collected,
+        live: LiveState,
+        *,
+        is_scaled: bool = True,
+    ) -> None:
+        """Take the statistics of gradients if they are wanted and carry the scale."""
+        if is_scaled and self._sampler.is_due():
+            name_of = self._options.names.name_of
+            self._sampler.sample(live.iteration, optimizer, collected, name_of)
 
     def share_flags(
         self, optimizer: torch.optim.Optimizer, found_inf: FoundInf, live: LiveState

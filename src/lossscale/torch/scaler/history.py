@@ -31,7 +31,7 @@ class StepHistory:
         raises_on_collapse: bool,
     ) -> None:
         self.last: StepReport | None = None
-        self._on_step = on_step
+        self.on_step = on_step
         self._max_consecutive_skips = max_consecutive_skips
         self._raises_on_collapse = raises_on_collapse
         self._pending: deque[StepReport] = deque()
@@ -97,8 +97,8 @@ class StepHistory:
     def _deliver(self, report: StepReport) -> None:
         outcomes = report.outcomes()
         self._delivered.append((report.index, outcomes))
-        if self._on_step is not None:
-            self._on_step(report)
+        if self.on_step is not None:
+            self.on_step(report)
         if all(applied for _, applied in outcomes):
             if self._consecutive_skips:
                 self._skipped.clear()

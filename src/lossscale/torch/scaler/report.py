@@ -8,7 +8,9 @@ from typing import TypeAlias
 
 import torch
 
+from lossscale.core.statistics import TensorStatistics
 from lossscale.torch.inspection.groups import any_flag
+from lossscale.torch.inspection.statistics import SampledTensors
 from lossscale.torch.inspection.summary import (
     FOUND_INF,
     GradientSummary,
@@ -58,11 +60,13 @@ class StepReport:
     _names: ParamNames
     _host_loss_nonfinite: bool | None
     _device_loss: GradientSummary | None
+    _sampled: SampledTensors | None = None
     _host: list[HostSummary] | None = None
 
     def is_ready(self) -> bool:
         """Whether reading would not wait for the device."""
-        return all(outcome.summary.is_ready() for outcome in self._outcomes)
+        ready = all(outcome.summary.is_ready() for outcome in self._outcomes)
+        return ready and (self._sampled is None or self._sampled.is_ready())
 
     @property
     def is_final(self) -> bool:
@@ -171,6 +175,16 @@ class StepReport:
             for outcome in self._outcomes
             for index, reason in outcome.summary.nonfinite()
         }
+
+    @property
+    def statistics(self) -> TensorStatistics | None:
+        """What every gradient looked like, scaled and in its own format.
+
+        `None` unless the `on_step` callback has a method `wants_statistics` that
+        returned true for the index of this step, as a `Recorder` does every 50 steps.
+        Of a DTensor it describes the shard of this rank.
+        """
+        return None if self._sampled is None else self._sampled.read()
 
     def applied_by(self, optimizer: torch.optim.Optimizer) -> bool | None:
         """Whether one optimizer took its step; `None` if it had no part in this one."""

@@ -284,6 +284,7 @@
         Math.max(...seen) / Math.min(...seen) > 20;
       this.clips = Boolean(this.kind.second) && views.some((view, index) =>
         this.isDrawn(index) && view.low.clip?.some((value) => value < 1));
+      this.plotArea.closest("figure").classList.toggle("clips", this.clips);
       const shape = `${log} ${this.clips} ${this.plotArea.clientWidth}`;
       if (this.plot && this.shape === shape) {
         this.plot.setData(data);
@@ -587,11 +588,18 @@
           context.fillRect(left, row * ROW, Math.max(1, right - left), ROW - 1);
           if (this.map.over(value)) {
             context.strokeStyle = colour("--background");
+            // Lines over the whole cell, which go on in the next one.
+            const bottom = row * ROW + ROW - 1;
+            context.save();
             context.beginPath();
-            for (let x = left; x < Math.max(left + 1, right); x += 4) {
-              context.moveTo(x, row * ROW + ROW - 1); context.lineTo(Math.min(x + 4, right), row * ROW + ROW - 5);
+            context.rect(left, row * ROW, Math.max(1, right - left), ROW - 1);
+            context.clip();
+            context.beginPath();
+            for (let x = left - ROW - left % 5; x < right; x += 5) {
+              context.moveTo(x, bottom); context.lineTo(x + ROW - 1, row * ROW);
             }
             context.stroke();
+            context.restore();
           }
         }
       }

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call the detectors for every step of a live run, or of a recorded one."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from lossscale.diagnostics.alarms.detectors import (
+    find_backoffs,
+    find_floor,
+    find_headroom_trend,
+    find_nan,
+    find_norm_trend,
+)
+from lossscale.diagnostics.alarms.rules import (
+    Alarm,
+    AlarmRules,
+    Limits,
+)
+from lossscale.diagnostics.records.steps import StepRecord
+
+_TREND_INTERVAL = 32
+"""Trends are looked for once in so many steps: they do not change faster."""
+
+_SETTLED = 8
+"""A run has found its first scale after so many applied steps in a row."""
+
+
+class AlarmMonitor:
+    """Raises the alarms of a run, step by step.
+
+    An alarm that was raised is silent until what it saw has been over for as long as
+    its window.
+
+    Example:
+        >>> from lossscale.diagnostics import StepRecord
+        >>> from lossscale.diagnostics.alarms import AlarmMonitor
+        >>> monitor = AlarmMonitor(policy={"min_scale": 1.0})
+        >>> for step in range(1, 4):
+        ...     stuck = StepRecord(step, scale=1.0, applied=False, cause="inf")
+        ...     found = monitor.update(stuck)
+        >>> [alarm.kind for alarm in found]
+        ['floor']
+    """
+
+    def __init__(
+        self,
+        rules: AlarmRules | None = None,
+        *,
+        policy: Mapping[str, Any] | None = None,
+        dtype: str = "float16",
+    ) -> None:
+        """Start with no step.
+
+        Args:
+            rules: When alarms are raised.
+            policy: The settings of the run's policy, as its header has them.
+            dtype: The format that its gradients are stored in.
+        """
+        self._rules = AlarmRules() if rules is None else rules
+        self._limits = Limits.read(self._rules, policy, dtype)
+        longest = max(
+            self._limits.window, self._rules.trend_window, self._rules.floor_window
+        )
+        # Two steps more: the scale before the window, and the weights before that.
+        self._recent: deque[StepRecord] = deque(maxlen=longest + 2)
+        self._last_seen: dict[str, int] = {}
+        self._applied_in_a_row = 0
+        self._settled = False
+
+    def update(self, record: StepRecord) -> list[Alarm]:
+        """Take a step, and return the alarms that it raises."""
+        lowered = bool(self._recent) and record.scale < self._recent[-1].scale
+        self._recent.append(record)
+        if not record.applied:
+            self._applied_in_a_row = 0
+        elif not self._settled:
+            self._applied_in_a_row += 1
+            self._settle()
+        due = record.step % _TREND_INTERVAL == 0
+        if record.applied and not due and not lowered:
+            return []
+        recent = list(self._recent)
+        found = []
+        if lowered and self._settled:
+            found.append(find_backoffs(recent, self._rules, self._limits))
+        if not record.applied:
+            found.append(find_floor(recent, self._rules, self._limits))
+            found.append(find_nan(recent, self._rules, self._limits))
+        if due:
+            found.append(find_headroom_trend(recent, self._rules, self._limits))
+            found.append(find_norm_trend(recent, self._rules, self._limits))
+        return [alarm for alarm in found if alarm is not None and self._is_new(alarm)]
+
+    def _settle(self) -> None:
+        """Forget the back-offs by which the run found its first scale."""
+        if self._applied_in_a_row == _SETTLED:
+            self._settled = True
+            while len(self._recent) > _SETTLED:
+                self._recent.popleft()
+
+    def _is_new(self, alarm: Alarm) -> bool:
+        last = self._last_seen.get(alarm.kind)
+        self._last_seen[alarm.kind] = alarm.step
+        return last is None or not 0 <= alarm.step - last <= self._limits.window
+
+
+def scan(
+    records: Iterable[StepRecord],
+    rules: AlarmRules | None = None,
+    *,
+    policy: Mapping[str, Any] | None = None,
+    dtype: str = "float16",
+) -> Iterator[Alarm]:
+    """Yield the alarms of a recorded run.
+
+    Args:
+        records: Its steps, in order.
+        rules: When alarms are raised.
+        policy: The settings of its policy, as its header has them.
+        dtype: The format that its gradients are stored in.
+    """
+    monitor = AlarmMonitor(rules, policy=policy, dtype=dtype)
+    for record in records:
+        yield from monitor.update(record)

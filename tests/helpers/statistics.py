@@ -1,0 +1,51 @@
+"""Tensors that are hard to measure, and what NumPy finds in them."""
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from lossscale.diagnostics import measure_tensors
+
+_VIEWS = {
+    torch.float16: (torch.int16, np.float16),
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float32: (torch.int32, np.float32),
+    torch.float64: (torch.int64, np.float64),
+}
+
+
+def as_array(tensor):
+    """Return a tensor as a NumPy array of the same bits, bfloat16 included."""
+    integer, dtype = _VIEWS[tensor.dtype]
+    return tensor.contiguous().cpu().view(integer).numpy().view(dtype)
+
+
+def hard_tensors(dtype, device="cpu"):
+    """Return tensors with every kind of number that a format has, by name."""
+    limits = torch.finfo(dtype)
+    integer, _ = _VIEWS[dtype]
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.iinfo(integer)
+    smallest = torch.tensor([1, 2, 3], dtype=integer).view(dtype)
+    edges = [limits.smallest_normal, limits.max, limits.tiny / 2, 1.0, -1.0, 0.0, -0.0]
+    found = {
+        "every kind of bits": torch.randint(
+            bits.min, bits.max, (5000,), dtype=integer, generator=generator
+        ).view(dtype),
+        "edges": torch.tensor([*edges, torch.inf, -torch.inf, torch.nan], dtype=dtype),
+        "smallest": torch.cat([smallest, -smallest]),
+        "not finite": torch.full((3,), torch.nan, dtype=dtype),
+        "zeros": torch.zeros(2, 3, dtype=dtype),
+        "empty": torch.zeros(0, dtype=dtype),
+        "one": torch.tensor(0.75, dtype=dtype),
+        "usual": torch.randn(70, 80, generator=generator).mul(1e-4).to(dtype),
+        "transposed": torch.randn(5, 7, generator=generator).to(dtype).t(),
+    }
+    return {name: tensor.to(device) for name, tensor in found.items()}
+
+
+def assert_measured_as_numpy_does(found, tensors):
+    """Compare every field with that of `measure_tensors`, exactly."""
+    expected = measure_tensors({name: as_array(t) for name, t in tensors.items()})
+    for field, ours, theirs in zip(found._fields, found, expected, strict=True):
+        assert theirs == ours, field
