@@ -2,18 +2,24 @@
 """`Adam` and `AdamW`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
+from lossscale.torch.distributed.dtensor import local_shard
 from lossscale.torch.optim.eager import HostScale, Workspace, unscale, working_dtype
 from lossscale.torch.optim.optimizer import (
+    MASTER,
     ScaledOptimizer,
     check_options,
     refuse_differentiable,
 )
+from lossscale.torch.optim.plan import reason_of_group
+
+if TYPE_CHECKING:
+    from lossscale.torch.optim.kernels.tables import Row, Tables
 
 
 class _AdamStep(ScaledOptimizer):
@@ -38,6 +44,34 @@ class _AdamStep(ScaledOptimizer):
                     param, dtype=dtype, memory_format=torch.preserve_format
                 )
         self._make_master(param)
+
+    def _structure(self, group: Mapping[str, Any]) -> tuple[object, ...]:
+        return group["amsgrad"], any(map(torch.is_tensor, group["betas"]))
+
+    def reason_against(self, group: Mapping[str, Any]) -> str:
+        """Return why the kernels cannot update a group; empty if they can."""
+        return reason_of_group(group, group["betas"])
+
+    def make_row(self, param: torch.Tensor, number: int) -> "Row":
+        """Return a parameter's row of the kernels' tables; its state is made here."""
+        from lossscale.torch.optim.kernels.tables import Row  # noqa: PLC0415
+
+        group = self.param_groups[number]
+        self._init_state(param, group)
+        names = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER]
+        kept = [self._rows_tensor(param, name) for name in names]
+        if not group["amsgrad"]:
+            kept[2] = None
+        return Row(local_shard(param), tuple(kept), number, self.state[param]["step"])
+
+    def make_tables(self, rows: "list[Row]", params: list[torch.Tensor]) -> "Tables":
+        """Return the kernels' tables; they have the step counts from now on."""
+        from lossscale.torch.optim.kernels.tables import AdamTables  # noqa: PLC0415
+
+        tables = AdamTables(rows, len(self.param_groups))
+        for param, step in zip(params, tables.steps, strict=True):
+            self.state[param]["step"] = step
+        return tables
 
     def _update_group(self, group: dict[str, Any], scale: HostScale) -> None:
         params = group["params"]

@@ -7,7 +7,7 @@ step of torch's class. Gradients are not written to unless `write_back` asks for
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -15,7 +15,12 @@ from lossscale.core import validation
 from lossscale.core.validation import format_value
 from lossscale.errors import SettingError, StateError
 from lossscale.torch.devices import uncompiled
+from lossscale.torch.distributed.dtensor import local_shard
 from lossscale.torch.optim.eager import HostScale, read_scale
+from lossscale.torch.optim.plan import StepPlan, may_use_kernels
+
+if TYPE_CHECKING:
+    from lossscale.torch.optim.kernels.tables import Row, Tables
 
 HALF = (torch.float16, torch.bfloat16)
 """The dtypes of parameters that can have a master."""
@@ -69,6 +74,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
     """torch's class of the same update; a scaler reads how it uses the gradients."""
 
     _options = Options()
+    _plan: StepPlan | None = None
     _loading: Mapping[str, Any] | None = None
     """The state dict that is being loaded."""
 
@@ -89,8 +95,49 @@ class ScaledOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_eagerly(self.param_groups)
+        params = [param for group in self.param_groups for param in group["params"]]
+        if may_use_kernels(params):
+            self._step_by_kernels(params)
+        else:
+            self._step_eagerly(self.param_groups)
         return loss
+
+    def _step_by_kernels(self, params: list[torch.Tensor]) -> None:
+        """Update what the kernels can update, and the rest by torch's functions."""
+        grads = [param.grad for param in params]
+        plan = self._plan
+        if plan is None or not plan.fits(self, params, grads):
+            if all(grad is None for grad in grads):
+                return
+            plan = self._plan = StepPlan(self, params, grads, plan)
+        if plan.eager:
+            # With the settings that the groups have now.
+            self._step_eagerly(
+                [
+                    {**self.param_groups[number], "params": left}
+                    for number, left in plan.eager.items()
+                ]
+            )
+        plan.run(
+            self,
+            grads,
+            getattr(self, "grad_scale", None),
+            getattr(self, "found_inf", None),
+            write_back=self._options.write_back,
+        )
+        if not plan.is_final:
+            self._plan = None
+
+    def copy_settings(self) -> None:
+        """Copy changed settings of the groups, such as learning rates, to the device.
+
+        A step does so by itself. Call it before the replay of a CUDA graph, which takes
+        the step without Python: `scheduler.step(); optimizer.copy_settings();
+        graph.replay()`. A learning rate that is a tensor of the device needs no call.
+        """
+        if self._plan is not None:
+            for plan in self._plan.devices:
+                plan.tables.copy_settings(self.param_groups)
 
     def _step_eagerly(self, groups: list[dict[str, Any]]) -> None:
         """Update parameters by torch's functions.
@@ -123,6 +170,55 @@ class ScaledOptimizer(torch.optim.Optimizer):
                 if param.grad is not None:
                     param.grad.mul_(scale.inverse)
 
+    # -- what the plan of a step asks --------------------------------------------------
+
+    def group_key(self, group: Mapping[str, Any]) -> tuple[object, ...]:
+        """Return what of a group decides how it is updated."""
+        return group["foreach"], group["fused"], *self._structure(group)
+
+    def _structure(self, group: Mapping[str, Any]) -> tuple[object, ...]:
+        """Return what of a group decides what is kept for its parameters."""
+        raise NotImplementedError
+
+    def reason_against(self, group: Mapping[str, Any]) -> str:
+        """Return why the kernels cannot update a group; empty if they can."""
+        raise NotImplementedError
+
+    def starts_eagerly(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:  # noqa: ARG002
+        """Whether torch's functions take the first step of a parameter."""
+        return False
+
+    def make_row(self, param: torch.Tensor, number: int) -> "Row":
+        """Return a parameter's row of the kernels' tables; its state is made here.
+
+        Args:
+            param: The parameter.
+            number: The index of its group.
+        """
+        raise NotImplementedError
+
+    def make_tables(self, rows: "list[Row]", params: list[torch.Tensor]) -> "Tables":
+        """Return the kernels' tables of one device.
+
+        Args:
+            rows: The rows.
+            params: The parameters that they were made from.
+        """
+        raise NotImplementedError
+
+    def _rows_tensor(self, param: torch.Tensor, name: str) -> torch.Tensor | None:
+        """Return what is kept under a name, where and laid out as the parameter is.
+
+        A loaded state may have other strides, or be where the parameter was before.
+        """
+        value: torch.Tensor | None = self.state.get(param, {}).get(name)
+        if value is None:
+            return None
+        if value.device != param.device or value.stride() != param.stride():
+            value = torch.empty_like(param, dtype=value.dtype).copy_(value)
+            self.state[param][name] = value
+        return local_shard(value)
+
     # -- masters -----------------------------------------------------------------------
 
     def has_master(self, param: torch.Tensor) -> bool:
@@ -138,9 +234,8 @@ class ScaledOptimizer(torch.optim.Optimizer):
 
     def _make_master(self, param: torch.Tensor) -> None:
         """Make the master of a parameter that lacks it."""
-        state = self.state[param]
-        if self.has_master(param) and MASTER not in state:
-            state[MASTER] = param.detach().to(torch.float32)
+        if self.has_master(param) and MASTER not in self.state[param]:
+            self.state[param][MASTER] = param.detach().to(torch.float32)
 
     def _init_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
         """Make the state of a parameter, where torch's would have another dtype."""
@@ -148,7 +243,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
 
     def _weight(self, param: torch.Tensor) -> torch.Tensor:
         """Return what is updated: the master, or the parameter itself."""
-        weight: torch.Tensor = self.state[param].get(MASTER, param)
+        weight: torch.Tensor = self.state.get(param, {}).get(MASTER, param)
         return weight
 
     def master_parameters(self) -> Iterator[torch.Tensor]:
@@ -170,7 +265,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if self.has_master(param):
                     self._init_state(param, group)
-                yield self._weight(param) if param in self.state else param
+                yield self._weight(param)
 
     @torch.no_grad()
     def reset_masters(self) -> None:
@@ -259,6 +354,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
         loaded = self._loading
         if loaded is not None:
             self._keep_dtypes(state, loaded)
+        self._plan = None
         super().__setstate__(state)
 
     def _keep_dtypes(self, state: dict[str, Any], loaded: Mapping[str, Any]) -> None:

@@ -2,18 +2,24 @@
 """`SGD`, with momentum, dampening and Nesterov's variant."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
+from lossscale.torch.distributed.dtensor import local_shard
 from lossscale.torch.optim.eager import HostScale, Workspace, unscale, working_dtype
 from lossscale.torch.optim.optimizer import (
+    MASTER,
     ScaledOptimizer,
     check_options,
     refuse_differentiable,
 )
+from lossscale.torch.optim.plan import reason_of_group
+
+if TYPE_CHECKING:
+    from lossscale.torch.optim.kernels.tables import Row, Tables
 
 BUFFER = "momentum_buffer"
 
@@ -86,6 +92,40 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
 
     def _init_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:  # noqa: ARG002
         self._make_master(param)
+
+    def _structure(self, group: Mapping[str, Any]) -> tuple[object, ...]:
+        return bool(group["momentum"]), torch.is_tensor(group["weight_decay"])
+
+    def reason_against(self, group: Mapping[str, Any]) -> str:
+        """Return why the kernels cannot update a group; empty if they can."""
+        return reason_of_group(group, [group["weight_decay"], group["momentum"]])
+
+    def starts_eagerly(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether torch's functions take the first step: it is never dampened."""
+        is_dampened = bool(group["momentum"] and group["dampening"])
+        return is_dampened and self.state.get(param, {}).get(BUFFER) is None
+
+    def make_row(self, param: torch.Tensor, number: int) -> "Row":
+        """Return a parameter's row of the kernels' tables; its state is made here."""
+        from lossscale.torch.optim.kernels.tables import Row  # noqa: PLC0415
+
+        self._make_master(param)
+        master, buffer = self._rows_tensor(param, MASTER), None
+        if self.param_groups[number]["momentum"]:
+            if self.state[param].get(BUFFER) is None:
+                self.state[param][BUFFER] = torch.zeros_like(
+                    param,
+                    dtype=self.state_dtype(param),
+                    memory_format=torch.preserve_format,
+                )
+            buffer = self._rows_tensor(param, BUFFER)
+        return Row(local_shard(param), (buffer, master), number)
+
+    def make_tables(self, rows: "list[Row]", params: list[torch.Tensor]) -> "Tables":  # noqa: ARG002
+        """Return the kernels' tables."""
+        from lossscale.torch.optim.kernels.tables import SgdTables  # noqa: PLC0415
+
+        return SgdTables(rows, len(self.param_groups))
 
     def _update_group(self, group: dict[str, Any], scale: HostScale) -> None:
         params: list[torch.Tensor] = group["params"]
