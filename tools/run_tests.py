@@ -89,6 +89,7 @@ SUITES = {
             "tests/kernels/test_gradient_kernels_interpreted.py",
             "tests/kernels/test_scaler_interpreted.py",
             "tests/kernels/test_statistics_interpreted.py",
+            "tests/kernels/test_optim_interpreted.py",
         ),
         {"TRITON_INTERPRET": "1"},
     ),
@@ -96,6 +97,7 @@ SUITES = {
         (
             "tests/kernels/test_rule_in_triton.py",
             "tests/kernels/test_kernels_compile.py",
+            "tests/kernels/test_optim_compile.py",
         ),
         {},
     ),

@@ -6,6 +6,8 @@ sharded_grad_scaler.py  ShardedGradScaler, for FSDP1
 scaler/                 what GradScaler is composed of
 inspection/             one read of an optimizer's gradients
 distributed/            one decision for all ranks
+optim/                  AdamW, Adam and SGD with float32 masters
+half_precision.py       to_float16, to_float32
 functional.py           init, scale, unscale, update, select
 gradient.py             one gradient: dense or sparse, real or complex
 measurements.py         what `unscale` measures when it is asked to
@@ -25,6 +27,7 @@ except ModuleNotFoundError as error:
 
 from lossscale.torch.functional import init, scale, select, unscale, update
 from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.half_precision import to_float16, to_float32
 from lossscale.torch.scaler.report import StepReport
 from lossscale.torch.sharded_grad_scaler import ShardedGradScaler
 
@@ -35,6 +38,8 @@ __all__ = [
     "init",
     "scale",
     "select",
+    "to_float16",
+    "to_float32",
     "unscale",
     "update",
 ]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lossscale.core.headroom import LARGEST, largest_square
+from lossscale.torch.optim.optimizer import ScaledOptimizer
 
 _ADDING = (torch.optim.SGD, torch.optim.ASGD, torch.optim.Adamax, torch.optim.Rprop)
 """Optimizers that never square a gradient."""
@@ -53,10 +54,9 @@ def find_bounds(
         for group in optimizer.param_groups
         for param in group["params"]
     }
-    state = getattr(optimizer, "state", {})
     return [
         _find_bound(
-            stepping, groups[id(param)], _narrowest_dtype(param, state), elements
+            stepping, groups[id(param)], _narrowest_dtype(param, optimizer), elements
         )
         for param in params
     ]
@@ -76,7 +76,13 @@ def bounds_without_optimizer(grads: list[torch.Tensor]) -> list[float]:
 def class_with_step(optimizer: torch.optim.Optimizer) -> type:
     """Return the class that defines the step; a subclass may define its own."""
     bases = type(optimizer).__mro__
-    return next((base for base in bases if "step" in vars(base)), type(optimizer))
+    found = next((base for base in bases if "step" in vars(base)), type(optimizer))
+    if issubclass(found, ScaledOptimizer) and found.__module__ in _OURS:
+        return found.steps_as
+    return found
+
+
+_OURS = {f"lossscale.torch.optim.{name}" for name in ("adam", "sgd")}
 
 
 def _find_bound(
@@ -109,12 +115,15 @@ def largest_summand(group: Mapping[str, Any]) -> float:
     return LARGEST["float16"] / (2.0 * gain)
 
 
-def _narrowest_dtype(param: torch.Tensor, state: Mapping[Any, Any]) -> str:
+def _narrowest_dtype(param: torch.Tensor, optimizer: torch.optim.Optimizer) -> str:
     """Return the narrowest dtype that an optimizer keeps for a parameter.
 
     Before the first step there is no state: it will have the dtype of the parameter.
+    Ours know it before.
     """
-    kept = state.get(param) or {}
+    if isinstance(optimizer, ScaledOptimizer):
+        return _dtype_name(optimizer.state_dtype(param))
+    kept = getattr(optimizer, "state", {}).get(param) or {}
     names = [
         _dtype_name(value.dtype)
         for value in kept.values()

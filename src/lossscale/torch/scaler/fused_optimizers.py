@@ -16,6 +16,7 @@ import torch
 
 from lossscale.errors import ContextError
 from lossscale.torch.calls import warn_caller
+from lossscale.torch.optim.optimizer import ScaledOptimizer
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -133,9 +134,10 @@ def prepare_momentum(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) 
     torch allocates them without a value in the first step, and if that step is skipped
     the next one reads what was in the memory. Zeros are what a first step starts from,
     unless it is dampened: torch does not dampen the first one. Then the flag is read,
-    once, and a skipped first step is not called at all.
+    once, and a skipped first step is not called at all. Our own SGD does so by itself.
     """
-    if not isinstance(optimizer, torch.optim.SGD):
+    is_torchs = isinstance(optimizer, torch.optim.SGD)
+    if not is_torchs or isinstance(optimizer, ScaledOptimizer):
         return True
     is_dampened = False
     for group in optimizer.param_groups:

@@ -29,6 +29,7 @@ from lossscale.torch.inspection.ranked import RankContext, reduce_flags
 from lossscale.torch.inspection.request import InspectionRequest
 from lossscale.torch.inspection.statistics import StatisticsSampler
 from lossscale.torch.inspection.summary import GradientSummary
+from lossscale.torch.optim.optimizer import ScaledOptimizer
 from lossscale.torch.scaler.iteration import Iteration, OptimizerStep
 from lossscale.torch.scaler.options import ScalerOptions
 from lossscale.torch.scaler.scale_update import ScaleUpdate
@@ -95,7 +96,8 @@ class GradientChecker:
             step: Its step, if it has begun one: the summary is recorded there.
             request: What to measure.
             live: The scaler's tensors and iteration.
-            allow_fp16: Whether float16 gradients may be unscaled.
+            allow_fp16: Whether float16 gradients may be unscaled; our own optimizers'
+                always may.
             inverse: What unscales them, if not the scaler's scale.
             collected: Its gradients, if they were collected already.
 
@@ -210,6 +212,7 @@ class GradientChecker:
         allow_fp16: bool,
     ) -> None:
         """Raise for gradients that must not be unscaled; nothing has been changed."""
+        allow_fp16 = allow_fp16 or isinstance(optimizer, ScaledOptimizer)
         is_half = bool(groups.half_indices) and not allow_fp16
         if step is not None and (is_half or groups.is_overlapping):
             step.is_unscaling = False
@@ -240,7 +243,8 @@ class GradientChecker:
             "Attempting to unscale FP16 gradients. The gradients of "
             f"{', '.join(listed)}{f' and {more} more' if more else ''} are float16. "
             "Either keep the parameters in float32 and run the forward pass under "
-            "torch.autocast, or, to unscale them in float16 all the same, write "
+            "torch.autocast, or step them by lossscale.torch.optim with "
+            "master_weights=True, or, to unscale them in float16 all the same, write "
             "GradScaler(..., allow_fp16=True)."
         )
         raise ValueError(message)

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AdamW`, `Adam` and `SGD` that unscale, skip and update in one pass.
+
+They are subclasses of torch's optimizers, with torch's arguments, results and state
+dicts. With `master_weights=True` they train float16 or bfloat16 parameters and keep
+float32 masters of them.
+
+optimizer.py  what the three have in common: the step, masters, state dicts
+adam.py       Adam and AdamW
+sgd.py        SGD
+eager.py      a step by torch's own functions, on any device
+"""
+
+from lossscale.torch.optim.adam import Adam, AdamW
+from lossscale.torch.optim.sgd import SGD
+
+__all__ = ["SGD", "Adam", "AdamW"]

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Adam` and `AdamW`."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.optimizer import ParamsT
+
+from lossscale.torch.distributed.dtensor import local_shard
+from lossscale.torch.optim.eager import HostScale, Workspace, unscale, working_dtype
+from lossscale.torch.optim.optimizer import (
+    MASTER,
+    ScaledOptimizer,
+    check_options,
+    refuse_differentiable,
+)
+from lossscale.torch.optim.plan import reason_of_group
+
+if TYPE_CHECKING:
+    from lossscale.torch.optim.kernels.tables import Row, Tables
+
+
+class _AdamStep(ScaledOptimizer):
+    """The step of Adam, with either kind of weight decay."""
+
+    steps_as = torch.optim.Adam
+
+    def _init_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
+        state = self.state[param]
+        dtype = self.state_dtype(param)
+        if "step" not in state:
+            on_device = group["capturable"] or group["fused"]
+            state["step"] = torch.zeros(
+                (), dtype=torch.float32, device=param.device if on_device else "cpu"
+            )
+        names = ["exp_avg", "exp_avg_sq"]
+        if group["amsgrad"]:
+            names.append("max_exp_avg_sq")
+        for name in names:
+            if name not in state:
+                state[name] = torch.zeros_like(
+                    param, dtype=dtype, memory_format=torch.preserve_format
+                )
+        self._make_master(param)
+
+    def _structure(self, group: Mapping[str, Any]) -> tuple[object, ...]:
+        return group["amsgrad"], any(map(torch.is_tensor, group["betas"]))
+
+    def reason_against(self, group: Mapping[str, Any]) -> str:
+        """Return why the kernels cannot update a group; empty if they can."""
+        return reason_of_group(group, group["betas"])
+
+    def make_row(self, param: torch.Tensor, number: int) -> "Row":
+        """Return a parameter's row of the kernels' tables; its state is made here."""
+        from lossscale.torch.optim.kernels.tables import Row  # noqa: PLC0415
+
+        group = self.param_groups[number]
+        self._init_state(param, group)
+        names = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER]
+        kept = [self._rows_tensor(param, name) for name in names]
+        if not group["amsgrad"]:
+            kept[2] = None
+        return Row(local_shard(param), tuple(kept), number, self.state[param]["step"])
+
+    def make_tables(self, rows: "list[Row]", params: list[torch.Tensor]) -> "Tables":
+        """Return the kernels' tables; they have the step counts from now on."""
+        from lossscale.torch.optim.kernels.tables import AdamTables  # noqa: PLC0415
+
+        tables = AdamTables(rows, len(self.param_groups))
+        for param, step in zip(params, tables.steps, strict=True):
+            self.state[param]["step"] = step
+        return tables
+
+    def _update_group(self, group: dict[str, Any], scale: HostScale) -> None:
+        params = group["params"]
+        for param in params:
+            is_dense = param.is_floating_point() and not param.grad.is_sparse
+            if is_dense and (self.state_dtype(param) != param.dtype):
+                self._init_state(param, group)
+        lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
+        # torch's own: it makes the state that is missing, and refuses what torch does.
+        has_complex = self._init_group(group, *lists)  # type: ignore[attr-defined]
+        work = Workspace()
+        weights, grads, means, squares, largest, steps = [
+            list[torch.Tensor]() for _ in range(6)
+        ]
+        for number, param in enumerate(params):
+            mean, square = lists[2][number], lists[3][number]
+            weight = self._weight(param)
+            dtype = working_dtype(weight, scale.inverse, [mean.dtype])
+            weights.append(work.open(weight, dtype))
+            grads.append(unscale(param.grad, scale.inverse, dtype))
+            means.append(work.open(mean, dtype))
+            squares.append(work.open(square, dtype))
+            if group["amsgrad"]:
+                largest.append(work.open(lists[4][number], dtype))
+            steps.append(lists[5][number])
+        beta1, beta2 = group["betas"]
+        adam(
+            weights,
+            grads,
+            means,
+            squares,
+            largest,
+            steps,
+            foreach=group["foreach"],
+            capturable=group["capturable"],
+            fused=group["fused"],
+            has_complex=has_complex,
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=group["amsgrad"],
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+        work.write()
+        self._finish_group(params, scale)
+
+
+class Adam(_AdamStep, torch.optim.Adam):
+    """torch's Adam, which unscales, skips and updates in one pass.
+
+    Example:
+        >>> import torch, lossscale.torch.optim as optim
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = optim.Adam([weight], lr=0.5)
+        >>> weight.grad = torch.ones(1)
+        >>> optimizer.step()
+        >>> round(weight.item(), 3)
+        0.5
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        master_weights: bool = False,
+        moments_dtype: torch.dtype | None = None,
+        write_back: bool = False,
+    ) -> None:
+        """Make an optimizer; torch's arguments mean what they mean in torch.
+
+        Args:
+            params: Parameters, named parameters, or groups of them.
+            lr: The learning rate; a tensor of one number may be changed in place.
+            betas: The decay rates of the two moments.
+            eps: What is added to the denominator.
+            weight_decay: The weight decay.
+            amsgrad: Divide by the largest second moment so far.
+            foreach: `True` chooses torch's own step.
+            maximize: Maximize the objective.
+            capturable: As in torch. The kernels can be captured without it.
+            differentiable: Refused, as torch's fused optimizers refuse it.
+            fused: `False` chooses torch's own step.
+            decoupled_weight_decay: Decay the weights as AdamW does.
+            master_weights: Keep a float32 master of every float16 or bfloat16
+                parameter, and update that.
+            moments_dtype: The dtype of the moments: torch.bfloat16 halves their size.
+                `None` for the dtype of the weights.
+            write_back: Write the unscaled gradients to `.grad`, which is otherwise left
+                as it is.
+        """
+        refuse_differentiable(differentiable)
+        self._options = check_options(
+            master_weights=master_weights,
+            write_back=write_back,
+            moments_dtype=moments_dtype,
+        )
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+
+
+class AdamW(_AdamStep, torch.optim.AdamW):
+    """torch's AdamW, which unscales, skips and updates in one pass.
+
+    Example:
+        >>> import torch, lossscale.torch as ls, lossscale.torch.optim as optim
+        >>> model = torch.nn.Linear(2, 1).half()
+        >>> optimizer = optim.AdamW(model.parameters(), master_weights=True)
+        >>> scaler = ls.GradScaler("cpu")
+        >>> loss = model(torch.ones(2, dtype=torch.float16)).float().sum()
+        >>> scaler.scale(loss).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.last_step.reason  # 65,536 is infinite in float16: it was skipped
+        'inf'
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        moments_dtype: torch.dtype | None = None,
+        write_back: bool = False,
+    ) -> None:
+        """Make an optimizer; torch's arguments mean what they mean in torch.
+
+        Args:
+            params: Parameters, named parameters, or groups of them.
+            lr: The learning rate; a tensor of one number may be changed in place.
+            betas: The decay rates of the two moments.
+            eps: What is added to the denominator.
+            weight_decay: The weight decay.
+            amsgrad: Divide by the largest second moment so far.
+            foreach: `True` chooses torch's own step.
+            maximize: Maximize the objective.
+            capturable: As in torch. The kernels can be captured without it.
+            differentiable: Refused, as torch's fused optimizers refuse it.
+            fused: `False` chooses torch's own step.
+            master_weights: Keep a float32 master of every float16 or bfloat16
+                parameter, and update that.
+            moments_dtype: The dtype of the moments: torch.bfloat16 halves their size.
+                `None` for the dtype of the weights.
+            write_back: Write the unscaled gradients to `.grad`, which is otherwise left
+                as it is.
+        """
+        refuse_differentiable(differentiable)
+        self._options = check_options(
+            master_weights=master_weights,
+            write_back=write_back,
+            moments_dtype=moments_dtype,
+        )
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )

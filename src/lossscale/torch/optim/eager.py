@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step by torch's own functions: on any device, and what the kernels are tested by.
+
+The update itself is torch's (`torch.optim.adam.adam`, `torch.optim.sgd.sgd`). This file
+unscales the gradients into new tensors, computes in float32 where a dtype is too narrow
+for that, and returns the results to the tensors that the optimizer keeps.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class HostScale(NamedTuple):
+    """`grad_scale` and `found_inf` as numbers of the host."""
+
+    is_skipped: bool
+    """Whether the step must change nothing."""
+    inverse: float | None
+    """What the gradients are multiplied by; `None` if they carry no scale."""
+
+
+def read_scale(
+    grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
+) -> HostScale:
+    """Read what a scaler has set on the optimizer; waits for the device."""
+    is_skipped = found_inf is not None and bool(found_inf)
+    inverse = None
+    if grad_scale is not None and not is_skipped:
+        # As torch.amp.GradScaler inverts it.
+        inverse = grad_scale.double().reciprocal().float().item()
+    return HostScale(is_skipped, inverse)
+
+
+def unscale(
+    grad: torch.Tensor, inverse: float | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a gradient without its scale, in a dtype; the gradient is left as it is.
+
+    Without a scale and in its own dtype it is the gradient itself.
+    """
+    wide = grad if grad.dtype == dtype else grad.to(dtype)
+    return wide if inverse is None else wide * inverse
+
+
+def working_dtype(
+    weight: torch.Tensor, inverse: float | None, kept: list[torch.dtype]
+) -> torch.dtype:
+    """Return the dtype in which a weight is updated.
+
+    It is the weight's own, as in torch, unless that is a half-precision one whose
+    gradient must be unscaled first, or unless the moments have another one. Then the
+    update is made in float32, as torch's fused optimizers make it.
+
+    Args:
+        weight: The master, or the parameter itself.
+        inverse: What the gradient is multiplied by.
+        kept: The dtypes of the moments.
+    """
+    dtype = weight.dtype
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    if is_half and (inverse is not None or any(other != dtype for other in kept)):
+        return torch.float32
+    return dtype
+
+
+class Workspace:
+    """Tensors of a working dtype in place of those that an optimizer keeps.
+
+    A tensor that has the dtype already is used as it is; of any other a copy is made,
+    and `write` rounds the results back.
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def open(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor in a dtype."""
+        if tensor.dtype == dtype:
+            return tensor
+        copy = tensor.to(dtype)
+        self._copies.append((tensor, copy))
+        return copy
+
+    def write(self) -> None:
+        """Write the results to the tensors that the optimizer keeps."""
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)

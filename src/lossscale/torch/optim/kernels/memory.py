@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the kernels find and read the elements of a tensor.
+
+`pointers` has a row of `COLUMNS` addresses for each parameter: the parameter itself,
+then what the optimizer keeps for it. A chunk is a run of consecutive elements of one
+tensor, and each program updates one chunk.
+"""
+
+# Triton parses these functions: they have no types, and arguments by position.
+# ruff: noqa: ANN001, ANN201
+import triton
+import triton.language as tl
+
+COLUMNS = tl.constexpr(8)
+"""The length of a row of addresses."""
+SCALARS = tl.constexpr(16)
+"""The length of a row of numbers, of a group or of a parameter."""
+
+
+@triton.jit
+def pointer_to(
+    pointers, tensor, column: tl.constexpr, dtype: tl.constexpr, aligned: tl.constexpr
+):
+    """Return the address in a column of a tensor's row, as a pointer to elements."""
+    return typed(tl.load(pointers + tensor * COLUMNS + column), dtype, aligned)
+
+
+@triton.jit
+def typed(address, dtype: tl.constexpr, aligned: tl.constexpr):
+    """Return an address as a pointer to elements."""
+    pointer = address.to(tl.pointer_type(dtype))
+    if aligned:
+        # Without this hint no load is wider than one element.
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def read(pointer, lane, left, masked: tl.constexpr):
+    """Return the elements of a chunk in float32; a full chunk needs no mask."""
+    if masked:
+        values = tl.load(pointer + lane, mask=lane < left, other=0.0)
+    else:
+        values = tl.load(pointer + lane)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def write(pointer, lane, left, values, dtype: tl.constexpr, masked: tl.constexpr):
+    """Round the elements of a chunk to their dtype and store them."""
+    if masked:
+        tl.store(pointer + lane, values.to(dtype), mask=lane < left)
+    else:
+        tl.store(pointer + lane, values.to(dtype))
+
+
+@triton.jit
+def invert(grad_scale):
+    """Return 1 / scale as torch has it: divided in float64, rounded to float32."""
+    return (1.0 / tl.load(grad_scale).to(tl.float64)).to(tl.float32)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The update of SGD: unscale, decay, momentum and weights in one pass.
+
+A momentum buffer starts at zero, which is torch's first step unless that is dampened:
+`plan.py` leaves the first dampened step to torch.
+"""
+
+# Triton parses these functions: they have no types, and arguments by position.
+# ruff: noqa: ANN001, ANN201, ANN202
+import triton
+import triton.language as tl
+
+from lossscale.torch.optim.kernels.memory import (
+    SCALARS,
+    invert,
+    pointer_to,
+    read,
+    typed,
+    write,
+)
+
+
+@triton.jit
+def _number(row, column: tl.constexpr):
+    """Return a number of a group's settings in float32."""
+    return tl.load(row + column).to(tl.float32)
+
+
+@triton.jit
+def _update(
+    pointers,
+    tensor,
+    address,
+    first,
+    left,
+    row,
+    inverse,
+    dtype: tl.constexpr,
+    master: tl.constexpr,
+    momentum: tl.constexpr,
+    write_back: tl.constexpr,
+    aligned: tl.constexpr,
+    masked: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Update a chunk of one tensor."""
+    lane = tl.arange(0, block)
+    kept: tl.constexpr = tl.float32 if master else dtype
+    grad_pointer = typed(address, dtype, aligned) + first
+    param_pointer = pointer_to(pointers, tensor, 0, dtype, aligned) + first
+    stored = read(grad_pointer, lane, left, masked)
+    if write_back:
+        write(grad_pointer, lane, left, stored * inverse, dtype, masked)
+    if master:
+        master_pointer = pointer_to(pointers, tensor, 2, tl.float32, aligned) + first
+        weight = read(master_pointer, lane, left, masked)
+    else:
+        weight = read(param_pointer, lane, left, masked)
+    grad = stored * (inverse * _number(row, 5))
+    grad = grad + _number(row, 3) * weight
+    if momentum:
+        buffer_pointer = pointer_to(pointers, tensor, 1, kept, aligned) + first
+        buffer = read(buffer_pointer, lane, left, masked)
+        buffer = buffer * _number(row, 1) + _number(row, 2) * grad
+        write(buffer_pointer, lane, left, buffer, kept, masked)
+        # Nesterov adds the momentum once more.
+        grad = tl.where(_number(row, 4) != 0.0, grad + _number(row, 1) * buffer, buffer)
+    weight = weight - _number(row, 0) * grad
+    if master:
+        write(master_pointer, lane, left, weight, tl.float32, masked)
+    write(param_pointer, lane, left, weight, dtype, masked)
+
+
+@triton.jit
+def apply_sgd(
+    pointers,
+    grads,
+    counts,
+    kinds,
+    starts,
+    chunk_tensors,
+    groups,
+    settings,
+    grad_scale,
+    found_inf,
+    dtype: tl.constexpr,
+    master: tl.constexpr,
+    momentum: tl.constexpr,
+    other_dtype: tl.constexpr,
+    other_master: tl.constexpr,
+    other_momentum: tl.constexpr,
+    mixed: tl.constexpr,
+    write_back: tl.constexpr,
+    aligned: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Update one chunk, unless the step is skipped or there is no gradient.
+
+    Args:
+        pointers: A row of addresses for each parameter: itself, momentum, master.
+        grads: As for `apply_adam`.
+        counts: As for `apply_adam`.
+        kinds: As for `apply_adam`.
+        starts: As for `apply_adam`.
+        chunk_tensors: As for `apply_adam`.
+        groups: The group of each parameter, int32.
+        settings: A row of float64 numbers for each group, as `SgdTables` writes them.
+        grad_scale: What divides the gradients: one float32 number.
+        found_inf: 1.0 to skip the step, else 0.0.
+        dtype: The dtype of parameters and gradients.
+        master: Whether there are float32 masters.
+        momentum: Whether there are momentum buffers.
+        other_dtype: The same three of the other kind of parameters.
+        other_master: Of the other kind.
+        other_momentum: Of the other kind.
+        mixed: Whether there are parameters of the other kind.
+        write_back: Whether to write the unscaled gradients.
+        aligned: Whether every tensor starts at a multiple of 16 bytes.
+        block: How many elements a chunk has.
+    """
+    if tl.load(found_inf) == 0.0:
+        program = tl.num_programs(0) - 1 - tl.program_id(0)
+        tensor = tl.load(chunk_tensors + program).to(tl.int64)
+        address = tl.load(grads + tensor)
+        if address != 0:
+            first = (program - tl.load(starts + tensor)).to(tl.int64) * block
+            left = tl.load(counts + tensor) - first
+            row = settings + tl.load(groups + tensor) * SCALARS
+            inverse = invert(grad_scale)
+            kind = tl.load(kinds + tensor) if mixed else 0
+            # fmt: off
+            if kind == 0:
+                if left >= block:
+                    _update(
+                        pointers, tensor, address, first, left, row, inverse, dtype,
+                        master, momentum, write_back, aligned, False, block)
+                else:
+                    _update(
+                        pointers, tensor, address, first, left, row, inverse, dtype,
+                        master, momentum, write_back, aligned, True, block)
+            elif left >= block:
+                _update(
+                    pointers, tensor, address, first, left, row, inverse, other_dtype,
+                    other_master, other_momentum, write_back, aligned, False, block)
+            else:
+                _update(
+                    pointers, tensor, address, first, left, row, inverse, other_dtype,
+                    other_master, other_momentum, write_back, aligned, True, block)
+            # fmt: on

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels know about the tensors of an optimizer, and their launches.
+
+Parameters and what is kept for them stay where they are, so their addresses are copied
+to the device once. The addresses of the gradients are compared at every step, and the
+settings of the groups too; both are copied only when they changed. Nothing here waits
+for the device.
+
+A launch covers parameters of one kind or two, such as float16 weights with masters and
+the float32 weights of normalisation layers. More kinds take more launches.
+"""
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import triton.language as tl
+
+from lossscale.errors import ContextError
+from lossscale.torch.devices import device_context, is_capturing
+from lossscale.torch.inspection.kernels.launch import KernelLauncher
+from lossscale.torch.optim.kernels import adam, sgd
+from lossscale.torch.optim.kernels.memory import COLUMNS, SCALARS
+from lossscale.torch.torch_internals import all_addresses_equal
+
+BLOCK = 2048
+"""How many elements a chunk has."""
+ROWS = 256
+"""How many parameters a program of `prepare_adam` takes."""
+
+DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+Kind: TypeAlias = tuple[object, ...]
+"""The compile-time constants of a parameter's update: dtypes, and what there is."""
+Group: TypeAlias = Mapping[str, Any]
+"""A parameter group."""
+
+
+class Row(NamedTuple):
+    """A parameter in the tables."""
+
+    param: torch.Tensor
+    kept: tuple[torch.Tensor | None, ...]
+    """What the kernel updates with it, in the order of its columns."""
+    group: int
+    step: torch.Tensor | None = None
+
+
+class Unit(NamedTuple):
+    """Parameters that one launch covers."""
+
+    kinds: tuple[Kind, Kind]
+    chunks: int
+    chunk_tensors: torch.Tensor
+
+
+class Tables:
+    """The tables of one device."""
+
+    def __init__(self, rows: Sequence[Row], groups: int) -> None:
+        """Copy to the device what does not change.
+
+        Args:
+            rows: The parameters.
+            groups: How many parameter groups there are.
+        """
+        self.rows = list(rows)
+        self.device = rows[0].param.device
+        counts = [row.param.numel() for row in rows]
+        chunks = [-(-count // BLOCK) for count in counts]
+        kinds = [self._kind(row) for row in rows]
+        self.units: list[Unit] = []
+        starts, numbers = [0] * len(rows), [0] * len(rows)
+        distinct = list(dict.fromkeys(kinds))
+        for at in range(0, len(distinct), 2):
+            pair = distinct[at : at + 2]
+            members = [index for index, kind in enumerate(kinds) if kind in pair]
+            own = [chunks[index] for index in members]
+            for index, start in zip(members, accumulate(own, initial=0), strict=False):
+                starts[index], numbers[index] = start, pair.index(kinds[index])
+            chunk_tensors = torch.repeat_interleave(
+                _host(members, torch.int32), _host(own, torch.int64)
+            )
+            self.units.append(
+                Unit((pair[0], pair[-1]), sum(own), self._copy(chunk_tensors))
+            )
+        addresses = [self._addresses_of(row) for row in rows]
+        self._is_aligned = not any(
+            address % 16 for columns in addresses for address in columns
+        )
+        self._pointers = self._copy(_host(addresses, torch.int64))
+        self._counts = self._copy(_host(counts, torch.int64))
+        self._starts = self._copy(_host(starts, torch.int32))
+        self._kinds = self._copy(_host(numbers, torch.int32))
+        self._groups = self._copy(_host([row.group for row in rows], torch.int32))
+        self._settings = Settings(groups, self.device)
+        self._grads = GradientAddresses(len(rows), self.device)
+        self._kept: list[GradientAddresses] = []
+        """Addresses that CUDA graphs read."""
+        self._no_scale = torch.ones((), dtype=torch.float32, device=self.device)
+        self._no_flag = torch.zeros((), dtype=torch.float32, device=self.device)
+        self._launcher = KernelLauncher()
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the host on the device."""
+        return tensor.to(self.device)
+
+    def _addresses_of(self, row: Row) -> list[int]:
+        """Return a row of addresses; 0 where there is nothing."""
+        tensors = (row.param, *row.kept)
+        found = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        return found + [0] * (COLUMNS.value - len(found))
+
+    def copy_settings(self, groups: Sequence[Group]) -> None:
+        """Copy settings of the groups to the device if they changed."""
+        self._settings.copy([self._settings_of(group) for group in groups])
+        for number, group in enumerate(groups):
+            rate = group["lr"]
+            if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
+                self._settings.copy_rate(number, rate)
+
+    def apply(
+        self,
+        grads: list[torch.Tensor | None],
+        groups: Sequence[Group],
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        *,
+        write_back: bool,
+    ) -> None:
+        """Update the parameters.
+
+        Args:
+            grads: The gradient of each row; `None` where there is none.
+            groups: The parameter groups.
+            grad_scale: What divides the gradients, if they are scaled.
+            found_inf: 1.0 to skip the step, else 0.0.
+            write_back: Whether to write the unscaled gradients.
+        """
+        self.copy_settings(groups)
+        addresses = self._grads
+        if is_capturing(self.device):
+            # A graph gets addresses of its own, which never change.
+            addresses = GradientAddresses(len(self.rows), self.device)
+            self._kept.append(addresses)
+        addresses.set(grads)
+        scale = self._number(grad_scale, self._no_scale)
+        flag = self._number(found_inf, self._no_flag)
+        is_aligned = self._is_aligned and addresses.is_aligned
+        with device_context(self.device):
+            self._launch(addresses.table, scale, flag, (write_back, is_aligned, BLOCK))
+
+    def _number(
+        self, number: torch.Tensor | None, default: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a number on the device, in float32."""
+        if number is None:
+            return default
+        return number.to(self.device, torch.float32, non_blocking=True)
+
+    def _launch_units(
+        self,
+        kernel: Any,
+        grads: torch.Tensor,
+        arguments: tuple[torch.Tensor, ...],
+        constants: tuple[object, ...],
+    ) -> None:
+        """Launch the kernel that updates, once for every two kinds of parameters."""
+        for unit in self.units:
+            first, second = unit.kinds
+            if unit.chunks:
+                self._launcher.launch(
+                    kernel,
+                    unit.chunks,
+                    (
+                        self._pointers,
+                        grads,
+                        self._counts,
+                        self._kinds,
+                        self._starts,
+                        unit.chunk_tensors,
+                        *arguments,
+                    ),
+                    (*first, *second, first != second, *constants),
+                )
+
+    def _kind(self, row: Row) -> Kind:
+        raise NotImplementedError
+
+    def _settings_of(self, group: Group) -> list[float]:
+        raise NotImplementedError
+
+    def _launch(
+        self,
+        grads: torch.Tensor,
+        scale: torch.Tensor,
+        flag: torch.Tensor,
+        constants: tuple[object, ...],
+    ) -> None:
+        raise NotImplementedError
+
+
+class AdamTables(Tables):
+    """The tables of Adam: both moments, the largest second one, the master."""
+
+    def __init__(self, rows: Sequence[Row], groups: int) -> None:
+        """Copy to the device what does not change, and put the step counts together."""
+        super().__init__(rows, groups)
+        counts = [row.step for row in rows if row.step is not None]
+        self.steps = torch.stack(
+            [count.to(self.device, torch.float32) for count in counts]
+        )
+        self._scalars = torch.zeros(
+            len(rows) * SCALARS.value, dtype=torch.float32, device=self.device
+        )
+
+    def _kind(self, row: Row) -> Kind:
+        mean, _, largest, master = row.kept
+        moments = row.param.dtype if mean is None else mean.dtype
+        return (
+            DTYPES[row.param.dtype],
+            DTYPES[moments],
+            master is not None,
+            largest is not None,
+        )
+
+    def _settings_of(self, group: Group) -> list[float]:
+        beta1, beta2 = group["betas"]
+        return [
+            _host_rate(group["lr"]),
+            _log(beta1),
+            _log(beta2),
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            group["eps"],
+            group["weight_decay"],
+            float(group["decoupled_weight_decay"]),
+            -1.0 if group["maximize"] else 1.0,
+        ]
+
+    def _launch(
+        self,
+        grads: torch.Tensor,
+        scale: torch.Tensor,
+        flag: torch.Tensor,
+        constants: tuple[object, ...],
+    ) -> None:
+        self._launcher.launch(
+            adam.prepare_adam,
+            -(-len(self.rows) // ROWS),
+            (
+                self._settings.table,
+                self._groups,
+                self.steps,
+                grads,
+                scale,
+                flag,
+                self._scalars,
+                len(self.rows),
+            ),
+            (ROWS,),
+        )
+        self._launch_units(adam.apply_adam, grads, (self._scalars, flag), constants)
+
+
+class SgdTables(Tables):
+    """The tables of SGD: momentum and master."""
+
+    def _kind(self, row: Row) -> Kind:
+        buffer, master = row.kept
+        return DTYPES[row.param.dtype], master is not None, buffer is not None
+
+    def _settings_of(self, group: Group) -> list[float]:
+        return [
+            _host_rate(group["lr"]),
+            group["momentum"],
+            1.0 - group["dampening"],
+            group["weight_decay"],
+            float(group["nesterov"]),
+            -1.0 if group["maximize"] else 1.0,
+        ]
+
+    def _launch(
+        self,
+        grads: torch.Tensor,
+        scale: torch.Tensor,
+        flag: torch.Tensor,
+        constants: tuple[object, ...],
+    ) -> None:
+        arguments = (self._groups, self._settings.table, scale, flag)
+        self._launch_units(sgd.apply_sgd, grads, arguments, constants)
+
+
+class Settings:
+    """The settings of the groups, on the device."""
+
+    def __init__(self, groups: int, device: torch.device) -> None:
+        self.table = torch.zeros(
+            (groups, SCALARS.value), dtype=torch.float64, device=device
+        )
+        self._known: list[list[float]] = []
+
+    def copy(self, settings: list[list[float]]) -> None:
+        """Copy the settings if they are not those that are there."""
+        if settings == self._known:
+            return
+        if is_capturing(self.table.device):
+            message = (
+                "A setting of the optimizer, such as its learning rate, has changed "
+                "since its last step, and a CUDA graph would keep the old one. Call "
+                "optimizer.copy_settings() before the capture."
+            )
+            raise ContextError(message)
+        self._known = []
+        width = SCALARS.value
+        host = _host([row + [0.0] * (width - len(row)) for row in settings], None)
+        _copy_later(host, self.table)
+        self._known = settings
+
+    def copy_rate(self, group: int, rate: torch.Tensor) -> None:
+        """Copy a learning rate that is a tensor of a device; graphs do so too."""
+        self.table[group, 0].copy_(rate.reshape(()), non_blocking=True)
+
+
+class GradientAddresses:
+    """The addresses of the gradients, on the device."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.table = torch.zeros(count, dtype=torch.int64, device=device)
+        self.is_aligned = False
+        self._known: list[int] | None = None
+        self._indices: list[int] = []
+        self._pinned: torch.Tensor | None = None
+
+    def set(self, grads: list[torch.Tensor | None]) -> None:
+        """Copy the addresses of gradients if they changed; 0 where there is none."""
+        known = self._known
+        if (
+            known is not None
+            and len(known) == len(grads) == len(self._indices)
+            and all_addresses_equal is not None
+            and all_addresses_equal(grads, known, self._indices)  # type: ignore[arg-type]
+        ):
+            return
+        # An empty tensor has the address 0, and a gradient all the same.
+        addresses = [0 if grad is None else grad.data_ptr() or 16 for grad in grads]
+        if addresses == known:
+            return
+        # Unknown until they are copied: a failure here is retried at the next step.
+        self._known = None
+        host = torch.frombuffer(array("q", addresses), dtype=torch.int64)
+        self.is_aligned = not (host & 15).any()
+        self._pinned = _copy_later(host, self.table)
+        self._known = addresses
+        has_all = all(grad is not None for grad in grads)
+        self._indices = list(range(len(grads))) if has_all else []
+
+
+def _copy_later(host: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Copy to a device while the host goes on; return what it is copied from.
+
+    A graph copies from the same memory at every replay, so it must be kept for it.
+    """
+    source = host if table.device.type == "cpu" else host.pin_memory()
+    table.copy_(source, non_blocking=True)
+    return source
+
+
+def _host(numbers: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return numbers as a tensor of the host, whatever torch's default device is."""
+    return torch.tensor(numbers, dtype=dtype or torch.float64, device="cpu")
+
+
+def _host_rate(rate: float | torch.Tensor) -> float:
+    """Return a learning rate that the host knows; 0 for a tensor of a device."""
+    if isinstance(rate, torch.Tensor):
+        return rate.item() if rate.device.type == "cpu" else 0.0
+    return float(rate)
+
+
+def _log(number: float) -> float:
+    """Return the logarithm of a decay rate, which may be 0."""
+    return math.log(number) if number > 0.0 else -math.inf

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our optimizers have in common: the step, masters and state dicts.
+
+An optimizer is called as torch's are. A scaler sets `grad_scale`, by which the
+gradients are divided, and `found_inf`, which skips the step; without them it is a
+step of torch's class. Gradients are not written to unless `write_back` asks for it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+
+from lossscale.core import validation
+from lossscale.core.validation import format_value
+from lossscale.errors import SettingError, StateError
+from lossscale.torch.devices import uncompiled
+from lossscale.torch.distributed.dtensor import local_shard
+from lossscale.torch.optim.eager import HostScale, read_scale
+from lossscale.torch.optim.plan import StepPlan, may_use_kernels
+
+if TYPE_CHECKING:
+    from lossscale.torch.optim.kernels.tables import Row, Tables
+
+HALF = (torch.float16, torch.bfloat16)
+"""The dtypes of parameters that can have a master."""
+
+MASTER = "master_param"
+"""The key of a master in the state of its parameter; the name that others use too."""
+
+
+class Options(NamedTuple):
+    """What our optimizers have in addition to torch's arguments."""
+
+    master_weights: bool = False
+    """Keep a float32 master of every float16 or bfloat16 parameter."""
+    moments_dtype: torch.dtype | None = None
+    """The dtype of the moments; `None` for that of the weights."""
+    write_back: bool = False
+    """Write the unscaled gradients to `.grad`."""
+
+
+def refuse_differentiable(differentiable: bool) -> None:
+    """Raise as torch's fused optimizers do."""
+    if differentiable:
+        message = "`fused` does not support `differentiable`"
+        raise RuntimeError(message)
+
+
+def check_options(
+    *, master_weights: bool, write_back: bool, moments_dtype: torch.dtype | None = None
+) -> Options:
+    """Return the options, or raise."""
+    if moments_dtype not in (None, torch.float32, torch.bfloat16):
+        message = (
+            "moments_dtype must be torch.float32 or torch.bfloat16, or None for the "
+            f"dtype of the weights, got {format_value(moments_dtype)}."
+        )
+        raise SettingError(message)
+    return Options(
+        validation.check_bool("master_weights", master_weights),
+        moments_dtype,
+        validation.check_bool("write_back", write_back),
+    )
+
+
+class ScaledOptimizer(torch.optim.Optimizer):
+    """An optimizer that unscales, skips and updates by itself."""
+
+    _step_supports_amp_scaling = True
+    """Scalers pass `grad_scale` and `found_inf`."""
+
+    steps_as: ClassVar[type[torch.optim.Optimizer]]
+    """torch's class of the same update; a scaler reads how it uses the gradients."""
+
+    _options = Options()
+    _plan: StepPlan | None = None
+    _loading: Mapping[str, Any] | None = None
+    """The state dict that is being loaded."""
+
+    # -- the step ----------------------------------------------------------------------
+
+    @uncompiled
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step, unless a scaler found a gradient that is not finite.
+
+        Args:
+            closure: Computes the loss and its gradients again, and returns the loss.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params = [param for group in self.param_groups for param in group["params"]]
+        if may_use_kernels(params):
+            self._step_by_kernels(params)
+        else:
+            self._step_eagerly(self.param_groups)
+        return loss
+
+    def _step_by_kernels(self, params: list[torch.Tensor]) -> None:
+        """Update what the kernels can update, and the rest by torch's functions."""
+        grads = [param.grad for param in params]
+        plan = self._plan
+        if plan is None or not plan.fits(self, params, grads):
+            if all(grad is None for grad in grads):
+                return
+            plan = self._plan = StepPlan(self, params, grads, plan)
+        if plan.eager:
+            # With the settings that the groups have now.
+            self._step_eagerly(
+                [
+                    {**self.param_groups[number], "params": left}
+                    for number, left in plan.eager.items()
+                ]
+            )
+        plan.run(
+            self,
+            grads,
+            getattr(self, "grad_scale", None),
+            getattr(self, "found_inf", None),
+            write_back=self._options.write_back,
+        )
+        if not plan.is_final:
+            self._plan = None
+
+    def copy_settings(self) -> None:
+        """Copy changed settings of the groups, such as learning rates, to the device.
+
+        A step does so by itself. Call it before the replay of a CUDA graph, which takes
+        the step without Python: `scheduler.step(); optimizer.copy_settings();
+        graph.replay()`. A learning rate that is a tensor of the device needs no call.
+        """
+        if self._plan is not None:
+            for plan in self._plan.devices:
+                plan.tables.copy_settings(self.param_groups)
+
+    def _step_eagerly(self, groups: list[dict[str, Any]]) -> None:
+        """Update parameters by torch's functions.
+
+        Args:
+            groups: The groups, each with the parameters that are to be updated.
+        """
+        scale = read_scale(
+            getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        )
+        if scale.is_skipped:
+            return
+        for group in groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                self._update_group({**group, "params": params}, scale)
+
+    def _update_group(self, group: dict[str, Any], scale: HostScale) -> None:
+        """Update parameters that have gradients."""
+        raise NotImplementedError
+
+    def _finish_group(self, params: list[torch.Tensor], scale: HostScale) -> None:
+        """Round masters to their parameters; write gradients back, if asked to."""
+        for param in params:
+            weight = self._weight(param)
+            if weight is not param:
+                param.copy_(weight)
+        if self._options.write_back and scale.inverse is not None:
+            for param in params:
+                if param.grad is not None:
+                    param.grad.mul_(scale.inverse)
+
+    # -- what the plan of a step asks --------------------------------------------------
+
+    def group_key(self, group: Mapping[str, Any]) -> tuple[object, ...]:
+        """Return what of a group decides how it is updated."""
+        return group["foreach"], group["fused"], *self._structure(group)
+
+    def _structure(self, group: Mapping[str, Any]) -> tuple[object, ...]:
+        """Return what of a group decides what is kept for its parameters."""
+        raise NotImplementedError
+
+    def reason_against(self, group: Mapping[str, Any]) -> str:
+        """Return why the kernels cannot update a group; empty if they can."""
+        raise NotImplementedError
+
+    def starts_eagerly(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:  # noqa: ARG002
+        """Whether torch's functions take the first step of a parameter."""
+        return False
+
+    def make_row(self, param: torch.Tensor, number: int) -> "Row":
+        """Return a parameter's row of the kernels' tables; its state is made here.
+
+        Args:
+            param: The parameter.
+            number: The index of its group.
+        """
+        raise NotImplementedError
+
+    def make_tables(self, rows: "list[Row]", params: list[torch.Tensor]) -> "Tables":
+        """Return the kernels' tables of one device.
+
+        Args:
+            rows: The rows.
+            params: The parameters that they were made from.
+        """
+        raise NotImplementedError
+
+    def _rows_tensor(self, param: torch.Tensor, name: str) -> torch.Tensor | None:
+        """Return what is kept under a name, where and laid out as the parameter is.
+
+        A loaded state may have other strides, or be where the parameter was before.
+        """
+        value: torch.Tensor | None = self.state.get(param, {}).get(name)
+        if value is None:
+            return None
+        if value.device != param.device or value.stride() != param.stride():
+            value = torch.empty_like(param, dtype=value.dtype).copy_(value)
+            self.state[param][name] = value
+        return local_shard(value)
+
+    # -- masters -----------------------------------------------------------------------
+
+    def has_master(self, param: torch.Tensor) -> bool:
+        """Whether a parameter is updated through a float32 master."""
+        return self._options.master_weights and param.dtype in HALF
+
+    def state_dtype(self, param: torch.Tensor) -> torch.dtype:
+        """Return the narrowest dtype of what is kept for a parameter."""
+        moments = self._options.moments_dtype
+        if moments is not None and param.is_floating_point():
+            return moments
+        return torch.float32 if self.has_master(param) else param.dtype
+
+    def _make_master(self, param: torch.Tensor) -> None:
+        """Make the master of a parameter that lacks it."""
+        if self.has_master(param) and MASTER not in self.state[param]:
+            self.state[param][MASTER] = param.detach().to(torch.float32)
+
+    def _init_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
+        """Make the state of a parameter, where torch's would have another dtype."""
+        raise NotImplementedError
+
+    def _weight(self, param: torch.Tensor) -> torch.Tensor:
+        """Return what is updated: the master, or the parameter itself."""
+        weight: torch.Tensor = self.state.get(param, {}).get(MASTER, param)
+        return weight
+
+    def master_parameters(self) -> Iterator[torch.Tensor]:
+        """Return the float32 weights: masters, and parameters that have none.
+
+        Example:
+            >>> import torch, lossscale.torch.optim as optim
+            >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+            >>> optimizer = optim.SGD([weight], lr=2.0**-12, master_weights=True)
+            >>> weight.grad = torch.ones_like(weight)
+            >>> optimizer.step()
+            >>> weight.tolist()  # float16 has no number between 1 - 2**-11 and 1
+            [1.0, 1.0]
+            >>> [master] = optimizer.master_parameters()
+            >>> 1.0 - master[0].item() == 2.0**-12
+            True
+        """
+        for group in self.param_groups:
+            for param in group["params"]:
+                if self.has_master(param):
+                    self._init_state(param, group)
+                yield self._weight(param)
+
+    @torch.no_grad()
+    def reset_masters(self) -> None:
+        """Copy the parameters to their masters.
+
+        Call it after writing to parameters by hand, such as by
+        `module.load_state_dict`: a step computes from the masters and would overwrite
+        what was written.
+        """
+        for group in self.param_groups:
+            for param in group["params"]:
+                if MASTER in self.state.get(param, {}):
+                    self.state[param][MASTER].copy_(param)
+
+    @torch.no_grad()
+    def float32_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+        """Return the state dict of a module in float32, with the masters' numbers.
+
+        Code that trains or evaluates in float32 can load it.
+
+        Args:
+            module: The module whose parameters this optimizer updates.
+        """
+        masters = {
+            id(param): state[MASTER]
+            for param, state in self.state.items()
+            if MASTER in state
+        }
+        exported = module.state_dict(keep_vars=True)
+        for name, value in exported.items():
+            if isinstance(value, torch.Tensor):
+                weight = masters.get(id(value), value).detach()
+                wide = weight.to(torch.float32) if weight.dtype in HALF else weight
+                exported[name] = wide.clone() if wide is weight else wide
+        return exported
+
+    @torch.no_grad()
+    def load_float32_state_dict(
+        self, module: torch.nn.Module, state_dict: Mapping[str, Any]
+    ) -> None:
+        """Load float32 weights into a module and, unrounded, into its masters.
+
+        Args:
+            module: The module whose parameters this optimizer updates.
+            state_dict: A state dict of the module in float32.
+        """
+        module.load_state_dict(state_dict)
+        groups = {
+            id(param): group for group in self.param_groups for param in group["params"]
+        }
+        for name, param in module.named_parameters():
+            if id(param) in groups and self.has_master(param):
+                self._init_state(param, groups[id(param)])
+                self.state[param][MASTER].copy_(state_dict[name])
+
+    # -- saving ------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this class or of torch's returned.
+
+        torch casts the state to the dtype of its parameter. Here masters and moments
+        keep their own dtypes: those that this optimizer was made with. Masters that the
+        state dict lacks are made from the parameters at the next step.
+
+        Raises:
+            StateError: If a tensor of the state has another shape than its parameter.
+        """
+
+        def remember(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+            self._loading = loaded
+
+        # The last hook: others may replace the state dict.
+        handle = self.register_load_state_dict_pre_hook(remember)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._loading = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled and copied."""
+        return {**super().__getstate__(), "_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what was pickled, copied or loaded."""
+        loaded = self._loading
+        if loaded is not None:
+            self._keep_dtypes(state, loaded)
+        self._plan = None
+        super().__setstate__(state)
+
+    def _keep_dtypes(self, state: dict[str, Any], loaded: Mapping[str, Any]) -> None:
+        """Replace what torch has cast to the dtype of a parameter.
+
+        Args:
+            state: The new state, after torch's casts.
+            loaded: The state dict that it was made from.
+        """
+        saved = (key for group in loaded["param_groups"] for key in group["params"])
+        params = (param for group in state["param_groups"] for param in group["params"])
+        for key, param in zip(saved, params, strict=True):
+            kept = state["state"].get(param)
+            for name, value in loaded["state"].get(key, {}).items():
+                if name == "step" or not isinstance(value, torch.Tensor):
+                    continue
+                if value.shape != param.shape:
+                    message = (
+                        f"{name} has the shape {tuple(value.shape)}, and its parameter "
+                        f"{tuple(param.shape)}. Load the state of the same model."
+                    )
+                    raise StateError(message)
+                if name == MASTER and not self.has_master(param):
+                    del kept[name]
+                else:
+                    kept[name] = self._as_kept(param, name, value)
+
+    def _as_kept(
+        self, param: torch.Tensor, name: str, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a loaded tensor as it is kept: a copy, laid out as the parameter."""
+        dtype = torch.float32 if name == MASTER else self.state_dtype(param)
+        if not value.is_floating_point():
+            dtype = value.dtype
+        return torch.empty_like(param, dtype=dtype).copy_(value)

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StepPlan`: which parameters the kernels update and which torch's functions do.
+
+A plan is made when parameters, gradients or groups change, and kept as long as they
+stay: asking whether they did must cost little, because it is asked at every step. The
+kernels take real float32, float16 and bfloat16 tensors without gaps, on a device where
+they run; everything else is left to torch, and on a GPU a warning says so once.
+"""
+
+import operator
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lossscale.errors import ContextError
+from lossscale.torch.devices import is_capturing
+from lossscale.torch.distributed.dtensor import as_dtensor, local_shard
+from lossscale.torch.inspection import kernel_backend
+from lossscale.torch.inspection.layout_cache import layout_of
+from lossscale.torch.torch_internals import all_addresses_equal
+
+if TYPE_CHECKING:
+    from lossscale.torch.optim.kernels.tables import Row, Tables
+    from lossscale.torch.optim.optimizer import ScaledOptimizer
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Member(NamedTuple):
+    """A parameter that the kernels update."""
+
+    param: torch.Tensor
+    group: int
+
+
+class DevicePlan(NamedTuple):
+    """What the kernels of one device do."""
+
+    tables: "Tables"
+    members: list[Member]
+    """The parameters of the tables, in their order."""
+    signatures: dict[int, object]
+    """For each of them, by its id, what its row was made from."""
+    positions: list[int | None]
+    """For each of them, which of all gradients is its own; `None` if it has none."""
+
+
+def may_use_kernels(params: Sequence[torch.Tensor]) -> bool:
+    """Whether there is anything that kernels might update."""
+    return kernel_backend.is_interpreted() or any(param.is_cuda for param in params)
+
+
+class StepPlan:
+    """Who updates which parameter, until something changes."""
+
+    def __init__(
+        self,
+        optimizer: "ScaledOptimizer",
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor | None],
+        previous: "StepPlan | None",
+    ) -> None:
+        """Divide the parameters among the kernels and torch.
+
+        Args:
+            optimizer: The optimizer.
+            params: All of its parameters.
+            grads: Their gradients.
+            previous: The plan before; its tables are used again if they have a row for
+                every parameter.
+        """
+        self._params = params
+        self._present = [i for i, grad in enumerate(grads) if grad is not None]
+        present = [grad for grad in grads if grad is not None]
+        self._layout = layout_of(present)
+        self._keys = _keys_of(optimizer)
+        self._addresses = _addresses_of(params)
+        self._indices = list(range(len(params)))
+        self._has_shards = any(as_dtensor(param) is not None for param in params)
+        self.eager: dict[int, list[torch.Tensor]] = {}
+        """The parameters that torch updates, by the index of their group."""
+        self.is_final = True
+        """Whether the next step can go by the same plan."""
+        members = self._divide(optimizer)
+        self.devices = [
+            _plan_device(optimizer, own, params, previous) for own in members.values()
+        ]
+        self._states = optimizer.state
+        self._state_count = len(optimizer.state)
+
+    def _divide(self, optimizer: "ScaledOptimizer") -> dict[torch.device, list[Member]]:
+        """Return what the kernels update, by device; the rest is for torch."""
+        members: dict[torch.device, list[Member]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            left = []
+            chosen = optimizer.reason_against(group)
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if not chosen and optimizer.starts_eagerly(param, group):
+                    self.is_final = False
+                    left.append(param)
+                elif reason := chosen or _reason_against(param):
+                    _warn_once(param, reason)
+                    left.append(param)
+                else:
+                    members.setdefault(param.device, []).append(Member(param, number))
+            if left:
+                self.eager[number] = left
+        return members
+
+    def fits(
+        self,
+        optimizer: "ScaledOptimizer",
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor | None],
+    ) -> bool:
+        """Whether everything is as it was when this plan was made."""
+        present = grads
+        if len(self._present) < len(grads):
+            present = [grads[index] for index in self._present]
+            missing = len(grads) - len(present)
+            if sum(map(operator.is_, grads, repeat(None))) != missing:
+                return False
+        return (
+            optimizer.state is self._states
+            and len(optimizer.state) == self._state_count
+            and len(params) == len(self._params)
+            and all(map(operator.is_, params, self._params))
+            and all(map(operator.is_not, present, repeat(None)))
+            and self._keys == _keys_of(optimizer)
+            and self._layout.check(*present)  # type: ignore[arg-type]
+            and self._has_addresses(params)
+        )
+
+    def _has_addresses(self, params: list[torch.Tensor]) -> bool:
+        """Whether the parameters are where they were."""
+        if all_addresses_equal is not None and not self._has_shards:
+            return all_addresses_equal(params, self._addresses, self._indices)
+        return _addresses_of(params) == self._addresses
+
+    def run(
+        self,
+        optimizer: "ScaledOptimizer",
+        grads: list[torch.Tensor | None],
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        *,
+        write_back: bool,
+    ) -> None:
+        """Update what the kernels update."""
+        for plan in self.devices:
+            own = grads
+            if plan.positions != self._indices:
+                own = [None if at is None else grads[at] for at in plan.positions]
+            if self._has_shards:
+                own = [None if grad is None else local_shard(grad) for grad in own]
+            plan.tables.apply(
+                own,
+                optimizer.param_groups,
+                grad_scale,
+                found_inf,
+                write_back=write_back,
+            )
+
+
+def _keys_of(optimizer: "ScaledOptimizer") -> list[object]:
+    """Return what of each group decides who updates it."""
+    return [
+        (*optimizer.group_key(group), len(group["params"]))
+        for group in optimizer.param_groups
+    ]
+
+
+def _addresses_of(params: list[torch.Tensor]) -> list[int]:
+    """Return the addresses of parameters, of a DTensor that of its shard."""
+    return [local_shard(param).data_ptr() for param in params]
+
+
+def _reason_against(param: torch.Tensor) -> str:
+    """Return why the kernels cannot update a parameter; empty if they can."""
+    grad = param.grad
+    if grad is None or not kernel_backend.is_available(param.device):
+        return "there are no kernels for its device"
+    own, slope = local_shard(param), local_shard(grad)
+    if type(own) not in _PLAIN or type(slope) not in _PLAIN:
+        return f"it is a {type(own).__name__}"
+    if own.dtype not in _DTYPES or slope.dtype != own.dtype:
+        return f"it is {own.dtype} and its gradient {slope.dtype}"
+    if not kernel_backend.can_read(slope) or not kernel_backend.can_read(own):
+        return "it or its gradient is sparse or has gaps"
+    if _strides(own) != _strides(slope):
+        return "its gradient has other strides"
+    return ""
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """Return the strides that matter: those of dimensions of more than one element."""
+    return [
+        stride
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size != 1
+    ]
+
+
+def _warn_once(param: torch.Tensor, reason: str) -> None:
+    """Say on a GPU that a parameter is updated by torch's functions."""
+    if param.is_cuda and reason not in _warned and reason != _CHOSEN:
+        _warned.add(reason)
+        message = (
+            f"A parameter of shape {tuple(param.shape)} on {param.device} is updated "
+            f"by torch's functions, which wait for the device: {reason}."
+        )
+        warnings.warn(message, stacklevel=2)
+
+
+_warned: set[str] = set()
+
+_CHOSEN = "foreach=True or fused=False was chosen"
+
+
+def reason_of_group(group: Mapping[str, Any], numbers: Sequence[object]) -> str:
+    """Return why the kernels cannot update any parameter of a group.
+
+    Args:
+        group: The group.
+        numbers: Those of its settings that must be numbers.
+    """
+    if group["foreach"] or group["fused"] is False:
+        return _CHOSEN
+    if any(isinstance(number, torch.Tensor) for number in numbers):
+        return "a setting other than the learning rate is a tensor"
+    return ""
+
+
+def _plan_device(
+    optimizer: "ScaledOptimizer",
+    members: list[Member],
+    params: list[torch.Tensor],
+    previous: StepPlan | None,
+) -> DevicePlan:
+    """Return the plan of one device, with the tables of the plan before if they fit."""
+    device = members[0].param.device
+    if is_capturing(device):
+        message = (
+            "The first step of an optimizer, or one with other parameters or gradients "
+            "than the step before, cannot be captured in a CUDA graph. Take one such "
+            "step before the capture."
+        )
+        raise ContextError(message)
+    groups = len(optimizer.param_groups)
+    indices = {id(param): index for index, param in enumerate(params)}
+    with_grad = {id(member.param) for member in members}
+    rows = [optimizer.make_row(*member) for member in members]
+    needed = {
+        id(member.param): signature_of(row, groups)
+        for member, row in zip(members, rows, strict=True)
+    }
+    before = next(
+        (
+            x
+            for x in (previous.devices if previous else ())
+            if x.tables.device == device
+        ),
+        None,
+    )
+    if before is None or not needed.items() <= before.signatures.items():
+        # Parameters without a gradient keep their rows: they may have one next time.
+        if before is not None:
+            resting = [
+                member
+                for member in before.members
+                if id(member.param) not in with_grad and id(member.param) in indices
+            ]
+            members = members + resting
+            rows += [optimizer.make_row(*member) for member in resting]
+        tables = optimizer.make_tables(rows, [member.param for member in members])
+        rows = [optimizer.make_row(*member) for member in members]
+        signatures = {
+            id(member.param): signature_of(row, groups)
+            for member, row in zip(members, rows, strict=True)
+        }
+    else:
+        tables, members, signatures, _ = before
+    positions = [
+        indices[id(member.param)] if id(member.param) in with_grad else None
+        for member in members
+    ]
+    return DevicePlan(tables, members, signatures, positions)
+
+
+def signature_of(row: "Row", groups: int) -> object:
+    """Return what a row of the tables is made from: addresses, dtypes and group.
+
+    Args:
+        row: The row.
+        groups: How many groups there are.
+    """
+    tensors = (row.param, *row.kept, row.step)
+    return (row.group, groups), tuple(
+        None if tensor is None else (tensor.data_ptr(), tensor.dtype)
+        for tensor in tensors
+    )

@@ -1,0 +1,566 @@
+"""Our optimizers' kernels next to torch's functions: the same checks on every device.
+
+Each step of the kernels is compared with the same step by torch's own functions, from
+the same weights and state. The tests run the checks in Triton's interpreter, with small
+chunks; on a machine with a GPU they run as they are:
+
+    PYTHONPATH=src:tests python tests/kernels/optim_cases.py [cuda] [--large]
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from helpers.optimizers import (
+    ONE_OF_EACH,
+    SETTINGS,
+    check_equal,
+    copy_tensors,
+    make_params,
+    set_grads,
+    tensors_of,
+)
+
+import lossscale.torch as ls
+from lossscale.torch import optim
+
+FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+EPSILON = 2.0**-23
+KINDS = {
+    "float32": (FLOAT32, False),
+    "float16 with masters": (FLOAT16, True),
+    "bfloat16 with masters": (BFLOAT16, True),
+    "float16": (FLOAT16, False),
+    "bfloat16": (BFLOAT16, False),
+}
+
+
+# -- comparing -------------------------------------------------------------------------
+
+
+def ulp(*tensors):
+    """Return the distance of float32 numbers at the largest of some magnitudes."""
+    largest = torch.stack([tensor.abs().float() for tensor in tensors]).amax(0)
+    return torch.nextafter(largest, torch.full_like(largest, math.inf)) - largest
+
+
+def check_close(name, expected, actual, before, grad):
+    """Raise if a tensor differs by more than a few steps of rounding.
+
+    The unit is the distance of neighbouring numbers, in the dtype of the tensor, at
+    the largest of what is added up: the tensor before and after, and for a moment the
+    gradient.
+    """
+    magnitudes = [expected, before]
+    if name.endswith(("exp_avg", "momentum_buffer")):
+        magnitudes.append(grad)
+    elif name.endswith("exp_avg_sq"):
+        magnitudes.append(grad.double().square().float())
+    unit = ulp(*magnitudes)
+    if expected.dtype == FLOAT16:
+        unit = (unit * 2.0**13).clamp(min=2.0**-24)
+    elif expected.dtype == BFLOAT16:
+        unit = unit * 2.0**16
+    wrong = (expected.double() - actual.double()).abs() > unit * TOLERANCE
+    if bool(wrong.any()):
+        ratio = ((expected.double() - actual.double()).abs() / unit).max().item()
+        message = f"{name} is {ratio:.2f} units away"
+        raise AssertionError(message)
+
+
+TOLERANCE = 4.0
+"""How many units: torch's functions fuse products and sums on some devices."""
+
+
+class Twins:
+    """One optimizer stepped by the kernels, and one by torch's functions."""
+
+    def __init__(self, make, params):
+        """Make both.
+
+        Args:
+            make: Makes an optimizer of parameters and keyword arguments.
+            params: Makes the parameters, or groups of them.
+        """
+        self.fast, self.slow = make(params()), make(params(), fused=False)
+
+    @staticmethod
+    def params(optimizer):
+        return [param for group in optimizer.param_groups for param in group["params"]]
+
+    def step(self, give_grads, scale=None, *, skip=False):
+        """Step both from the state of the fast one, and compare."""
+        self._copy_state()
+        before = copy_tensors(self.fast)
+        for optimizer in (self.slow, self.fast):
+            params = self.params(optimizer)
+            give_grads(params)
+            device = params[0].device
+            optimizer.grad_scale = (
+                None if scale is None else torch.tensor(scale, device=device)
+            )
+            optimizer.found_inf = torch.tensor(float(skip), device=device)
+            optimizer.step()
+        if skip:
+            for name, tensor in before.items():
+                assert torch.equal(tensor, tensors_of(self.fast)[name]), name
+            return
+        self._compare(before, scale)
+
+    def _copy_state(self):
+        pairs = zip(self.params(self.fast), self.params(self.slow), strict=True)
+        for fast, slow in pairs:
+            slow.data.copy_(fast.data)
+            state = self.fast.state.get(fast, {})
+            if state:
+                self.slow.state[slow] = {
+                    key: value.clone() for key, value in state.items()
+                }
+                if "step" in state:
+                    self.slow.state[slow]["step"] = state["step"].clone().cpu()
+
+    def _compare(self, before, scale):
+        expected, actual = tensors_of(self.slow), tensors_of(self.fast)
+        assert expected.keys() == actual.keys()
+        params = self.params(self.fast)
+        for name, tensor in expected.items():
+            param = params[int(name.partition(".")[0])]
+            if name.endswith("step"):
+                assert tensor.item() == actual[name].item(), name
+            elif tensor.numel():
+                grad = torch.zeros_like(tensor) if param.grad is None else param.grad
+                old = before.get(name)
+                if old is None:  # the first step: a master starts at the weight
+                    is_master = name.endswith("master_param")
+                    start = before[name.partition(".")[0]]
+                    old = start if is_master else torch.zeros_like(tensor)
+                grad = grad.float() / (scale or 1.0) + param.detach().float().abs()
+                check_close(name, tensor, actual[name], old.float(), grad)
+
+
+def random_grads(number, scale=1.0):
+    return lambda params: set_grads(params, number, scale)
+
+
+# -- the checks ------------------------------------------------------------------------
+
+
+def checks(
+    device: str, *, block: int, many: int, steps: int, large: bool = False
+) -> Iterable[tuple[str, Callable[[], object]]]:
+    """Return all checks by name.
+
+    Args:
+        device: Where the parameters are.
+        block: How many elements a program takes.
+        many: How many tensors there are in the check of many.
+        steps: How many steps are compared with torch's fused optimizer.
+        large: Whether to add a tensor of more than 2**31 elements.
+    """
+    for setting in SETTINGS:
+        for kind in KINDS:
+            yield (
+                f"{setting} {kind}",
+                lambda setting=setting, kind=kind: check_setting(device, setting, kind),
+            )
+    for setting in ONE_OF_EACH:
+        yield f"sizes {setting}", lambda s=setting: check_sizes(device, s, block)
+        yield f"unaligned {setting}", lambda s=setting: check_unaligned(device, s)
+        yield f"missing {setting}", lambda s=setting: check_missing(device, s)
+        yield f"resume {setting}", lambda s=setting: check_resume(device, s)
+        yield f"reference {setting}", lambda s=setting: check_reference(device, s)
+        yield f"write back {setting}", lambda s=setting: check_write_back(device, s)
+        yield f"scaler {setting}", lambda s=setting: check_scaler(device, s)
+    yield "strides", lambda: check_strides(device)
+    yield "groups", lambda: check_groups(device)
+    yield "bfloat16 moments", lambda: check_moments(device)
+    yield "rates", lambda: check_rates(device)
+    yield "many", lambda: check_many(device, many)
+    for kind in ("AdamW", "Adam"):
+        yield f"fused {kind}", lambda kind=kind: check_fused(device, kind, steps)
+    if device == "cuda":
+        for masters in (False, True):
+            yield f"graph masters={masters}", lambda m=masters: check_graph(m)
+    if large:
+        yield "large", lambda: check_large(device)
+
+
+def check_setting(device, setting, kind):
+    dtype, masters = KINDS[kind]
+    twins = Twins(
+        lambda params, **more: setting.ours(params, master_weights=masters, **more),
+        lambda: make_params(dtype, device=device),
+    )
+    # Without masters torch computes in half precision unless it unscales.
+    first = None if dtype == FLOAT32 or masters else 1.0
+    for number, scale in enumerate((first, 8.0, 8.0, 3.0, 2.0**-3)):
+        gives = random_grads(number, scale or 1.0)
+        twins.step(gives, scale, skip=number == 2)
+
+
+def check_sizes(device, setting, block):
+    shapes = [(size,) for size in (0, 1, block - 1, block, block + 1, 3 * block + 5)]
+    for dtype, masters in ((FLOAT32, False), (FLOAT16, True)):
+        twins = Twins(
+            lambda params, m=masters, **more: setting.ours(
+                params, master_weights=m, **more
+            ),
+            lambda d=dtype: make_params(d, shapes, device),
+        )
+        for number in range(2):
+            twins.step(random_grads(number, 4.0), 4.0)
+
+
+def check_unaligned(device, setting):
+    def params():
+        made = []
+        for param in make_params(FLOAT32, [(37,), (5,)], device):
+            buffer = torch.zeros(param.numel() + 1, device=device)
+            buffer[1:].copy_(param.detach())
+            made.append(torch.nn.Parameter(buffer[1:]))
+        return made
+
+    twins = Twins(setting.ours, params)
+    for number in range(2):
+        twins.step(random_grads(number))
+
+
+def check_strides(device):
+    """Transposed and channels-last weights; a gradient with other strides."""
+
+    def params():
+        (square, image) = make_params(FLOAT32, [(6, 4), (2, 3, 4, 4)], device)
+        image = image.detach().to(memory_format=torch.channels_last)
+        return [torch.nn.Parameter(square.detach().t()), torch.nn.Parameter(image)]
+
+    def give_grads(params, *, same):
+        set_grads(params, 3)
+        for param in params:
+            if same:
+                param.grad = torch.empty_like(param).copy_(param.grad)
+
+    twins = Twins(optim.AdamW, params)
+    for same in (True, False, True):
+        twins.step(lambda params, same=same: give_grads(params, same=same))
+
+
+def check_missing(device, setting):
+    """Gradients that come and go, a frozen parameter, a group that is added."""
+    twins = Twins(setting.ours, lambda: make_params(device=device))
+
+    def give_grads(number):
+        def give(params):
+            set_grads(params, number)
+            for at, param in enumerate(params):
+                if (at + number) % 3 == 0 and number:
+                    param.grad = None
+
+        return give
+
+    for number in range(6):
+        if number == 4:
+            for optimizer in (twins.fast, twins.slow):
+                added = make_params(device=device, seed=5)
+                optimizer.add_param_group({"params": added, "lr": 0.2})
+        twins.step(give_grads(number))
+
+
+def check_groups(device):
+    """Four kinds of parameters and three groups, with settings of their own."""
+
+    def groups():
+        return [
+            {"params": make_params(FLOAT16, device=device, seed=1), "lr": 0.1},
+            {"params": make_params(FLOAT32, device=device, seed=2), "maximize": True},
+            {
+                "params": make_params(BFLOAT16, device=device, seed=3),
+                "amsgrad": True,
+                "betas": (0.0, 0.5),
+                "weight_decay": 0.3,
+            },
+            {"params": make_params(FLOAT16, device=device, seed=4), "amsgrad": True},
+        ]
+
+    twins = Twins(
+        lambda params, **more: optim.AdamW(params, master_weights=True, **more), groups
+    )
+    for number in range(3):
+        twins.step(random_grads(number, 16.0), 16.0)
+    (plan,) = twins.fast._plan.devices
+    assert 2 == len(plan.tables.units)
+
+
+def check_moments(device):
+    for dtype in (FLOAT32, FLOAT16):
+        twins = Twins(
+            lambda params, **more: optim.AdamW(
+                params, master_weights=True, moments_dtype=BFLOAT16, **more
+            ),
+            lambda d=dtype: make_params(d, device=device),
+        )
+        for number in range(3):
+            twins.step(random_grads(number, 16.0), 16.0)
+
+
+def check_rates(device):
+    """A schedule, and a learning rate that is a tensor."""
+    twins = Twins(optim.AdamW, lambda: make_params(device=device))
+    for number in range(3):
+        for optimizer in (twins.fast, twins.slow):
+            optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+        twins.step(random_grads(number))
+    rates = []
+
+    def make(params, **more):
+        place = "cpu" if "fused" in more else device
+        rates.append(torch.tensor(0.5, device=place))
+        return optim.SGD(params, lr=rates[-1], momentum=0.5, **more)
+
+    twins = Twins(make, lambda: make_params(device=device))
+    for number in range(3):
+        for rate in rates:
+            rate.fill_(0.5 / (number + 1))
+        twins.step(random_grads(number))
+
+
+def check_many(device, count):
+    shapes = [(7 + number % 5,) for number in range(count)]
+    twins = Twins(optim.AdamW, lambda: make_params(FLOAT32, shapes, device))
+    for number in range(2):
+        twins.step(random_grads(number))
+
+
+def check_write_back(device, setting):
+    params = make_params(device=device)
+    optimizer = setting.ours(params, write_back=True)
+    plain = setting.ours(make_params(device=device))
+    for number in range(2):
+        set_grads(params, number, 8.0)
+        before = [param.grad.clone() for param in params]
+        set_grads(plain.param_groups[0]["params"], number, 8.0)
+        for one in (optimizer, plain):
+            one.grad_scale = torch.tensor(8.0, device=device)
+            one.found_inf = torch.zeros((), device=device)
+            one.step()
+        for grad, param in zip(before, params, strict=True):
+            assert torch.equal(grad / 8.0, param.grad)
+    check_equal(tensors_of(plain), tensors_of(optimizer))
+
+
+def check_resume(device, setting):
+    def make():
+        params = make_params(FLOAT16, device=device)
+        return setting.ours(params, master_weights=True)
+
+    def train(optimizer, numbers):
+        for number in numbers:
+            set_grads(optimizer.param_groups[0]["params"], number)
+            optimizer.step()
+
+    whole, first, second = make(), make(), make()
+    train(whole, range(4))
+    train(first, range(2))
+    for to, source in zip(
+        *(x.param_groups[0]["params"] for x in (second, first)), strict=True
+    ):
+        to.data.copy_(source)
+    second.load_state_dict(first.state_dict())
+    train(second, range(2, 4))
+    check_equal(tensors_of(whole), tensors_of(second))
+
+
+def check_scaler(device, setting):
+    """A clipped training by the kernels equals the one by torch's functions."""
+
+    def train(**more):
+        params = make_params(FLOAT16, shapes=((7, 9), (9,)), device=device)
+        params += make_params(FLOAT32, shapes=((3,),), device=device, seed=8)
+        optimizer = setting.ours(params, master_weights=True, **more)
+        scaler = ls.GradScaler(device, init_scale=2.0**17, growth_interval=3)
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss = sum((param.float() ** 2).sum() for param in params)
+            scaler.scale(loss).backward()
+            scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        assert 0 < scaler.skipped_steps < 6
+        return optimizer, scaler.get_scale()
+
+    (fast, scale), (slow, other) = train(), train(fused=False)
+    assert scale == other
+    expected = tensors_of(slow)
+    for name, tensor in tensors_of(fast).items():
+        if name.endswith("master_param"):
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
+        if name.endswith("step"):
+            assert expected[name].item() == tensor.item()
+
+
+# -- a reference in float64 ------------------------------------------------------------
+
+REFERENCE_BOUND = 8
+"""How many units of rounding of the update an update may differ from float64's, besides
+one unit of the weight: it is a product of a quotient and a root, of rounded moments."""
+
+
+def check_reference(device, setting):
+    """One step from random weights and moments, next to the same step in float64."""
+    rng = np.random.default_rng(0)
+    weight, grad = rng.standard_normal((2, 500)).astype(np.float32)
+    param = torch.nn.Parameter(torch.tensor(weight, device=device))
+    optimizer = setting.ours([param])
+    for _ in range(2):
+        param.grad = torch.tensor(grad, device=device)
+        optimizer.step()
+    state = {
+        key: value.double().cpu().numpy()
+        for key, value in tensors_of(optimizer).items()
+    }
+    optimizer.step()
+    expected = reference_step(setting, state, grad.astype(np.float64))
+    actual = param.detach().double().cpu().numpy()
+    update = np.abs(expected - state["0"])
+    size = np.maximum(np.abs(expected), np.abs(state["0"])).astype(np.float32)
+    bound = np.spacing(size) + REFERENCE_BOUND * np.spacing(update.astype(np.float32))
+    assert (np.abs(expected - actual) <= bound).all()
+
+
+def reference_step(setting, state, grad):
+    """Return the weights after a step, in float64."""
+    group = setting.ours([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+    weight = state["0"]
+    if group["maximize"]:
+        grad = -grad
+    rate, decay = group["lr"], group["weight_decay"]
+    if setting.name == "SGD":
+        grad = grad + decay * weight
+        buffer = group["momentum"] * state["0.momentum_buffer"]
+        buffer = buffer + (1 - group["dampening"]) * grad
+        used = grad + group["momentum"] * buffer if group["nesterov"] else buffer
+        return weight - rate * used
+    if setting.name == "AdamW":
+        weight = weight * (1 - rate * decay)
+    else:
+        grad = grad + decay * weight
+    (beta1, beta2), count = group["betas"], state["0.step"] + 1
+    mean = beta1 * state["0.exp_avg"] + (1 - beta1) * grad
+    square = beta2 * state["0.exp_avg_sq"] + (1 - beta2) * grad**2
+    root = np.sqrt(square / (1 - beta2**count)) + group["eps"]
+    return weight - rate / (1 - beta1**count) * mean / root
+
+
+def check_fused(device, name, steps):
+    """Every step within two units of torch's fused one, from the same state.
+
+    A unit is the distance of neighbouring float32 numbers at the weight or, where that
+    is smaller, at the learning rate: an update is about as large, and its last digits
+    depend on the order in which the moments are added up. Measured so, torch's foreach
+    and fused steps differ by up to two units as well.
+
+    Returns:
+        The largest distance.
+    """
+    rate = 0.01
+    shapes = [(60,), (3,)] if device == "cpu" else [(70_000,), (333,), (64, 1024)]
+    ours = getattr(optim, name)(make_params(FLOAT32, shapes, device), lr=rate)
+    theirs = getattr(torch.optim, name)(
+        make_params(FLOAT32, shapes, device), lr=rate, fused=True
+    )
+    worst = 0.0
+    for number in range(steps):
+        pairs = list(
+            zip(*(Twins.params(optimizer) for optimizer in (ours, theirs)), strict=True)
+        )
+        for own, other in pairs:
+            own.data.copy_(other.data)
+            for key, value in theirs.state.get(other, {}).items():
+                if own in ours.state:
+                    ours.state[own][key].copy_(value)
+        before = copy_tensors(theirs)
+        for optimizer in (ours, theirs):
+            set_grads(Twins.params(optimizer), number)
+            optimizer.step()
+        for at, (own, other) in enumerate(pairs):
+            old, new = before[f"{at}"], other.detach()
+            unit = ulp(old, new, torch.full_like(new, rate))
+            distance = (own.detach() - new).abs() / unit
+            worst = max(worst, distance.max().item())
+    assert worst <= 2.0, f"{worst:.2f} units"
+    return f"{worst:.2f} units at most in {steps} steps"
+
+
+# -- on a GPU --------------------------------------------------------------------------
+
+
+def check_graph(masters):
+    """A captured step, replayed with other learning rates and a skipped step."""
+    dtype = FLOAT16 if masters else FLOAT32
+
+    def make():
+        params = make_params(dtype, [(4097,), (3, 5)], "cuda")
+        return optim.AdamW(params, lr=0.1, master_weights=masters)
+
+    captured, plain = make(), make()
+    flag, scale = torch.zeros((), device="cuda"), torch.full((), 4.0, device="cuda")
+    for optimizer in (captured, plain):
+        set_grads(Twins.params(optimizer), 0, 4.0)
+        optimizer.grad_scale, optimizer.found_inf = scale, flag
+        optimizer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.step()
+    fixed = [param.grad for param in Twins.params(captured)]
+    for number in range(1, 6):
+        for optimizer in (captured, plain):
+            optimizer.param_groups[0]["lr"] = 0.1 / number
+        flag.fill_(float(number == 3))
+        set_grads(Twins.params(plain), number, 4.0)
+        for grad, param in zip(fixed, Twins.params(plain), strict=True):
+            grad.copy_(param.grad)
+        captured.copy_settings()
+        graph.replay()
+        plain.step()
+        check_equal(tensors_of(plain), tensors_of(captured))
+    assert 5.0 == captured.state[Twins.params(captured)[0]]["step"].item()
+
+
+def check_large(device):
+    size = 2**31 + 5
+    param = torch.nn.Parameter(torch.ones(size, dtype=FLOAT16, device=device))
+    optimizer = optim.AdamW(
+        [param], lr=0.5, weight_decay=0.0, master_weights=True, moments_dtype=BFLOAT16
+    )
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert bool((param[-7:] == 0.5).all())
+    assert bool((param[:7] == 0.5).all())
+
+
+def main(arguments: list[str]) -> None:
+    """Run all checks on a GPU, print what failed."""
+    device = "cuda"
+    failed, begin, count = [], time.perf_counter(), 0
+    for name, check in checks(
+        device, block=2048, many=2000, steps=200, large="--large" in arguments
+    ):
+        count += 1
+        try:
+            found = check()
+            if found:
+                print(f"{name}: {found}")  # noqa: T201
+        except Exception as error:  # noqa: BLE001  # all of them are reported
+            failed.append(name)
+            print(f"FAILED {name}: {type(error).__name__}: {error}")  # noqa: T201
+    seconds = time.perf_counter() - begin
+    passed = count - len(failed)
+    print(f"{passed} of {count} checks passed in {seconds:.0f} s")  # noqa: T201
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,116 @@
+"""The optimizers' kernels compile for GPUs, without one."""
+
+import re
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+pytest.importorskip("torch", reason="torch is not installed")
+
+import triton.language as tl  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip(
+        "TRITON_INTERPRET is set: the interpreter does not compile",
+        allow_module_level=True,
+    )
+
+from kernels.test_kernels_compile import ptx  # noqa: E402
+from lossscale.torch.optim.kernels import adam, sgd, tables  # noqa: E402
+
+TABLES = {
+    "pointers": "*i64",
+    "grads": "*i64",
+    "counts": "*i64",
+    "kinds": "*i32",
+    "starts": "*i32",
+    "chunk_tensors": "*i32",
+}
+ADAM = TABLES | {"scalars": "*fp32", "found_inf": "*fp32"}
+SGD = TABLES | {
+    "groups": "*i32",
+    "settings": "*fp64",
+    "grad_scale": "*fp32",
+    "found_inf": "*fp32",
+}
+PREPARE = {
+    "settings": "*fp64",
+    "groups": "*i32",
+    "steps": "*fp32",
+    "grads": "*i64",
+    "grad_scale": "*fp32",
+    "found_inf": "*fp32",
+    "scalars": "*fp32",
+    "tensors": "i32",
+}
+PLAIN = (tl.float32, tl.float32, False, False)
+MASTERS = (tl.float16, tl.float32, True, False)
+ADAM_KINDS = {
+    "float32": (PLAIN, PLAIN),
+    "masters": (MASTERS, MASTERS),
+    "masters and float32": (MASTERS, PLAIN),
+    "bfloat16 moments": ((tl.float32, tl.bfloat16, False, True),) * 2,
+    "bfloat16": ((tl.bfloat16, tl.bfloat16, False, False),) * 2,
+}
+
+
+def compile_adam(kinds, capability=90, *, aligned=True, write_back=False):
+    first, second = ADAM_KINDS[kinds]
+    names = ("dtype", "moments", "master", "amsgrad")
+    constants = dict(zip(names, first, strict=True))
+    constants |= {
+        f"other_{name}": value for name, value in zip(names, second, strict=True)
+    }
+    return ptx(
+        adam.apply_adam,
+        ADAM,
+        capability,
+        mixed=first != second,
+        write_back=write_back,
+        aligned=aligned,
+        block=tables.BLOCK,
+        **constants,
+    )
+
+
+@pytest.mark.parametrize("kinds", ADAM_KINDS)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_an_update_of_adam_compiles(kinds, capability):
+    text = compile_adam(kinds, capability, write_back=capability == 80)
+    assert "div.rn.f32" in text
+    assert "sqrt.rn.f32" in text
+    assert not re.search(r"div\.(full|approx)|sqrt\.approx", text)
+
+
+def test_an_aligned_update_reads_and_writes_128_bits_at_a_time():
+    per_thread = tables.BLOCK // (128 * 4)
+    aligned = compile_adam("float32")
+    assert 4 * per_thread <= len(re.findall(r"ld\.global\.v4\.b32", aligned))
+    assert 3 * per_thread <= len(re.findall(r"st\.global\.v4\.b32", aligned))
+    assert not re.search(r"ld\.global\.v4\.b32", compile_adam("float32", aligned=False))
+
+
+def test_step_counts_and_bias_corrections_compile():
+    text = ptx(adam.prepare_adam, PREPARE, 90, block=tables.ROWS)
+    assert "div.rn.f64" in text
+    assert "sqrt.rn.f64" in text
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize("master", [False, True])
+def test_an_update_of_sgd_compiles(momentum, master):
+    ptx(
+        sgd.apply_sgd,
+        SGD,
+        90,
+        dtype=tl.float16,
+        master=master,
+        momentum=momentum,
+        other_dtype=tl.float32,
+        other_master=False,
+        other_momentum=momentum,
+        mixed=True,
+        write_back=False,
+        aligned=True,
+        block=tables.BLOCK,
+    )

@@ -1,0 +1,34 @@
+"""The optimizers' kernels in Triton's interpreter, next to torch's functions."""
+
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip(
+        "TRITON_INTERPRET=1 is not set: the interpreter is chosen when triton loads",
+        allow_module_level=True,
+    )
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from kernels import gpu_cases, optim_cases  # noqa: E402
+from lossscale.torch.optim.kernels import tables  # noqa: E402
+
+BLOCK = 64
+CHECKS = dict(optim_cases.checks("cpu", block=BLOCK, many=20, steps=200))
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    gpu_cases.small_chunks(monkeypatch, 16, 2, 4)
+    gpu_cases.exact_bfloat16(monkeypatch)
+    monkeypatch.setattr(tables, "BLOCK", BLOCK)
+    monkeypatch.setattr(tables, "ROWS", 16)
+
+
+# A skipped step has no finite divisor, and does not use it.
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_kernels_do_what_torchs_functions_do(name):
+    CHECKS[name]()
