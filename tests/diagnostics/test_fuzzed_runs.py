@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lossscale.diagnostics import Recorder, RecordWarning, read_run
-from lossscale.diagnostics.alarms import scan
+from lossscale.diagnostics import Recorder, RecordWarning, build_report, read_run
+from lossscale.diagnostics.alarms import KINDS, scan
 from lossscale.diagnostics.records.run_file import rollup_path
 from lossscale.errors import StateError
 
+FORMATS = ("html", "md", "json")
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -68,8 +69,11 @@ def run(tmp_path_factory):
     return path, path.read_bytes().splitlines(keepends=True), rolled
 
 
-def read_whatever(path, content, rolled=None):
-    """Read a file, use everything that was read, and return it; or `None`."""
+def check_reading(path, content, rolled=None):
+    """Read a file, and check everything that was read; return it, or `None`.
+
+    Raises if reading ends in another way than with a usable run or with one error.
+    """
     path.write_bytes(content)
     if rolled is None:
         rollup_path(path).unlink(missing_ok=True)
@@ -93,8 +97,9 @@ def read_whatever(path, content, rolled=None):
         assert 0 < record.scale < math.inf
         assert all(isinstance(name, str) for name, _ in record.nonfinite)
     for block in found.blocks:
-        list(found.statistics(block.offset, block.size))
-    list(scan(records))
+        for sample in found.statistics(block.offset, block.size):
+            assert 0 < sample.scale < math.inf
+    assert {alarm.kind for alarm in scan(records)} <= set(KINDS)
     return found
 
 
@@ -105,7 +110,7 @@ def test_lines_of_any_kind_among_those_of_a_run(run, data):
     extra = data.draw(st.lists(LINE, max_size=5))
     at = data.draw(st.integers(1, len(lines)))
     content = b"".join([*lines[:at], *(line + b"\n" for line in extra), *lines[at:]])
-    found = read_whatever(path, content)
+    found = check_reading(path, content)
     assert found is not None
     assert found.rows >= 1
 
@@ -122,7 +127,7 @@ def test_bytes_of_a_run_that_were_changed(run, data):
         )
     if data.draw(st.booleans()):
         content = content[: data.draw(st.integers(0, len(content)))]
-    read_whatever(path, bytes(content), rolled if data.draw(st.booleans()) else None)
+    check_reading(path, bytes(content), rolled if data.draw(st.booleans()) else None)
 
 
 @settings(max_examples=600)
@@ -133,14 +138,14 @@ def test_a_roll_up_of_any_kind(run, data):
     extra = [line + b"\n" for line in data.draw(st.lists(LINE, max_size=4))]
     at = data.draw(st.integers(0, len(rows)))
     changed = b"".join([head, *rows[:at], *extra, *rows[at:]])
-    found = read_whatever(path, b"".join(lines), changed)
+    found = check_reading(path, b"".join(lines), changed)
     assert 8 == found.rows
 
 
 @settings(max_examples=700)
 @given(st.lists(LINE, max_size=6))
 def test_files_of_any_lines(run, lines):
-    read_whatever(run[0], b"\n".join(lines))
+    check_reading(run[0], b"\n".join(lines))
 
 
 @settings(max_examples=700)
@@ -156,7 +161,30 @@ def test_headers_of_any_kind(run, header):
     path, lines, _ = run
     whole = json.loads(lines[0]) | header
     content = json.dumps(whole).encode() + b"\n" + b"".join(lines[1:])
-    read_whatever(path, content)
+    check_reading(path, content)
+
+
+HEADER_KEYS = (
+    *("name", "config", "versions", "device", "dtypes", "policy", "names"),
+    *("statistics_every", "rank", "started"),
+)
+
+
+@settings(max_examples=200)
+@given(st.dictionaries(st.sampled_from(HEADER_KEYS), JSON), st.lists(LINE, max_size=4))
+def test_a_run_of_any_kind_that_is_read_has_a_report(run, header, extra):
+    path, lines, _ = run
+    whole = json.dumps(json.loads(lines[0]) | header).encode() + b"\n"
+    extra = [line + b"\n" for line in extra]
+    found = check_reading(path, b"".join([whole, *extra, *lines[1:]]))
+    if found is None:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecordWarning)
+        reports = {kind: build_report([path], format=kind) for kind in FORMATS}
+    assert reports["html"].endswith("</html>\n")
+    assert found.rows == json.loads(reports["json"])["runs"][0]["steps"]
+    assert reports["md"].startswith("## ")
 
 
 def test_reading_runs_nothing(run, monkeypatch):
@@ -170,4 +198,4 @@ def test_reading_runs_nothing(run, monkeypatch):
     for name in ("eval", "exec", "compile", "__import__"):
         monkeypatch.setattr(builtins, name, refuse)
     code = json.dumps(["__import__('os').system('true')"] * 12).encode() + b"\n"
-    assert read_whatever(path, b"".join([*lines, code])) is not None
+    assert check_reading(path, b"".join([*lines, code])) is not None

@@ -228,6 +228,7 @@ def test_the_file_is_written_without_a_flush(path):
     for _ in range(4):
         recorder.record(scale=8.0, applied=True)
     wait_until(lambda: len(path.read_text(encoding="utf-8").splitlines()) >= 5)
+    assert [1, 2, 3, 4] == [row[0] for row in lines_of(path)[1:]]
     recorder.close()
 
 
