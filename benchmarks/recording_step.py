@@ -27,7 +27,7 @@ from lossscale.torch import GradScaler
 
 SIZES = {
     # layers, width, heads, words, length, batch, turns
-    "cuda": (12, 768, 12, 50_257, 1_024, 8, 6),
+    "cuda": (12, 768, 12, 50_257, 1_024, 8, 5),
     "cpu": (2, 64, 4, 256, 32, 2, 2),
 }
 EVERY = 50

@@ -1,29 +1,31 @@
 """Tensors that are hard to measure, and what NumPy finds in them."""
 
-import ml_dtypes
-import numpy as np
 import torch
 
 from lossscale.diagnostics import measure_tensors
 
-_VIEWS = {
-    torch.float16: (torch.int16, np.float16),
-    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
-    torch.float32: (torch.int32, np.float32),
-    torch.float64: (torch.int64, np.float64),
+_INTEGERS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
 }
 
 
 def as_array(tensor):
-    """Return a tensor as a NumPy array of the same bits, bfloat16 included."""
-    integer, dtype = _VIEWS[tensor.dtype]
-    return tensor.contiguous().cpu().view(integer).numpy().view(dtype)
+    """Return a tensor as a NumPy array.
+
+    NumPy has no bfloat16. Each of its numbers is one of float32's, and subnormal there
+    if it is subnormal in bfloat16: the two have the same exponents.
+    """
+    is_brain = tensor.dtype is torch.bfloat16
+    return (tensor.float() if is_brain else tensor).cpu().numpy()
 
 
 def hard_tensors(dtype, device="cpu"):
     """Return tensors with every kind of number that a format has, by name."""
     limits = torch.finfo(dtype)
-    integer, _ = _VIEWS[dtype]
+    integer = _INTEGERS[dtype]
     generator = torch.Generator().manual_seed(0)
     bits = torch.iinfo(integer)
     smallest = torch.tensor([1, 2, 3], dtype=integer).view(dtype)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from lossscale.diagnostics import Recorder, measure_tensors, read_run  # noqa: E402
 from lossscale.torch import GradScaler  # noqa: E402
+from lossscale.torch.inspection import statistics  # noqa: E402
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -69,6 +70,12 @@ def test_tensors_of_several_dtypes_are_measured_together():
     grads = {}
     for dtype in DTYPES:
         grads |= {f"{dtype}.{n}": one for n, one in hard_tensors(dtype).items()}
+    assert_measured_as_numpy_does(sampled(grads), grads)
+
+
+def test_a_tensor_is_counted_in_pieces(monkeypatch):
+    monkeypatch.setattr(statistics, "_PIECE", 7)
+    grads = {"w": torch.arange(-20.0, 20.0).reshape(5, 8) / 3, "v": torch.ones(7)}
     assert_measured_as_numpy_does(sampled(grads), grads)
 
 

@@ -215,10 +215,26 @@ def _count_eagerly(
     return torch.stack([_count_tensor(one.to(wide), exponents) for one in tensors])
 
 
+_PIECE = 2**22
+"""How many elements are counted at a time: their codes take eight bytes each."""
+
+
 def _count_tensor(tensor: torch.Tensor, exponents: ExponentRange) -> torch.Tensor:
     """Return the row of one float32 or float64 tensor."""
+    row, *others = (
+        _count_piece(piece, exponents) for piece in tensor.reshape(-1).split(_PIECE)
+    )
+    for other in others:
+        row[:-1] += other[:-1]
+        # The bits of magnitudes sort as they do.
+        row[-1:] = torch.maximum(row[-1:], other[-1:])
+    return row
+
+
+def _count_piece(tensor: torch.Tensor, exponents: ExponentRange) -> torch.Tensor:
+    """Return the row of a tensor of one dimension."""
     first, count = exponents
-    values = tensor.reshape(-1).abs()
+    values = tensor.abs()
     finite = torch.isfinite(values)
     # The mantissa is in [0.5, 1): its exponent is one above that of the number.
     codes = torch.frexp(values).exponent.long() - (1 + first)
