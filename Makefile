@@ -62,7 +62,7 @@ $(VENV)/demo.stamp: pyproject.toml constraints.txt $(VENV)/created.stamp
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp
-	$(PIP) --group tests --group frameworks --group packages
+	$(PIP) --group tests --group frameworks --group packages --group sight --group trackers
 	# It asks for the tensorflow with CUDA; tensorflow-cpu is the same module.
 	$(PIP) --no-deps tf-keras
 	touch $@
