@@ -12,6 +12,7 @@ from lossscale.diagnostics import (
     Recorder,
     RunFile,
     StepRecord,
+    TensorStatistics,
     build_report,
     export_parquet,
     read_run,
@@ -58,4 +59,5 @@ def read(path: Path) -> None:
 
 def attach(path: Path, report: StepReport) -> ReportLike:
     GradScaler("cpu", on_step=Recorder(path))
+    assert_type(report.statistics, TensorStatistics | None)
     return report

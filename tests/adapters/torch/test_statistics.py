@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from helpers.statistics import assert_measured_as_numpy_does, hard_tensors  # no
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from lossscale.diagnostics import Recorder, measure_tensors, read_run  # noqa: E402
-from lossscale.torch import GradScaler  # noqa: E402
+from lossscale.torch import GradScaler, optim  # noqa: E402
 from lossscale.torch.inspection import statistics  # noqa: E402
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -103,9 +104,10 @@ def test_the_gradients_are_those_that_still_carry_the_scale(take):
     assert_measured_as_numpy_does(found, grads)
 
 
-def test_a_fused_optimizer_is_sampled_as_well():
+@pytest.mark.parametrize("kind", [partial(torch.optim.Adam, fused=True), optim.AdamW])
+def test_an_optimizer_that_divides_by_itself_is_sampled_as_well(kind):
     weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.Adam([weight], lr=0.1, fused=True)
+    optimizer = kind([weight], lr=0.1)
     asked = Asked(1)
     scaler = GradScaler("cpu", on_step=asked, names=[("w", weight)])
     grads = {"w": torch.tensor([1.0, 2.0, 0.0])}
