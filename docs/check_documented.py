@@ -22,6 +22,7 @@ MODULES = (
     "lossscale.convert",
     "lossscale.numpy",
     "lossscale.torch",
+    "lossscale.torch.optim",
     "lossscale.jax",
     "lossscale.jax.compat.jmp",
     "lossscale.jax.compat.flax",

@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
-from lossscale.core.validation import did_you_mean, format_value
+from lossscale.core.validation import check_bool, did_you_mean, format_value
 from lossscale.errors import SettingError, SettingTypeError
 
 Kept: TypeAlias = str | type[torch.nn.Module]
@@ -68,7 +68,10 @@ def _cast(values: Any, source: torch.dtype, target: torch.dtype) -> Any:
 
 
 def to_float16(
-    model: torch.nn.Module, *, keep_float32: Iterable[Kept] = ()
+    model: torch.nn.Module,
+    *,
+    keep_float32: Iterable[Kept] = (),
+    keep_normalisation: bool = True,
 ) -> Conversion:
     """Convert a model to float16 in place, except for what needs float32.
 
@@ -80,6 +83,9 @@ def to_float16(
         model: The model; `torch.nn.Module.half` would convert all of it.
         keep_float32: What else stays in float32: names of modules, as `named_modules`
             has them, and classes of modules.
+        keep_normalisation: Keep normalisation layers in float32. torch's own layers
+            compute in float32 in any case: without it their weights, inputs and results
+            are float16, which saves the casts.
 
     Returns:
         Which modules were converted and which were kept.
@@ -98,6 +104,9 @@ def to_float16(
         torch.float32
     """
     names, classes = _parse_kept(model, keep_float32)
+    endings: tuple[str, ...] = ()
+    if check_bool("keep_normalisation", keep_normalisation):
+        classes, endings = classes + NORMALISATIONS, _NAMES
     if any(_own_hooks(module) for module in model.modules()):
         message = "The model was converted before. Call to_float32(model) first."
         raise SettingError(message)
@@ -106,7 +115,7 @@ def to_float16(
         for name, module in model.named_modules()
         if name in names
         or isinstance(module, classes)
-        or type(module).__name__.endswith(_NAMES)
+        or type(module).__name__.endswith(endings)
     }
     outermost = [
         module
@@ -149,7 +158,7 @@ def _parse_kept(
         keep_float32 = [keep_float32]
     known = dict(model.named_modules())
     names: set[str] = set()
-    classes = list(NORMALISATIONS)
+    classes: list[type[torch.nn.Module]] = []
     for item in keep_float32:
         if isinstance(item, type) and issubclass(item, torch.nn.Module):
             classes.append(item)

@@ -9,6 +9,8 @@ optimizer.py  what the three have in common: the step, masters, state dicts
 adam.py       Adam and AdamW
 sgd.py        SGD
 eager.py      a step by torch's own functions, on any device
+plan.py       which parameters the kernels update and which torch's functions do
+kernels/      Triton kernels
 """
 
 from lossscale.torch.optim.adam import Adam, AdamW

@@ -9,9 +9,16 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from lossscale.torch.distributed.dtensor import local_shard
-from lossscale.torch.optim.eager import HostScale, Workspace, unscale, working_dtype
+from lossscale.torch.optim.eager import (
+    HostScale,
+    Workspace,
+    choose_foreach,
+    unscale,
+    working_dtype,
+)
 from lossscale.torch.optim.optimizer import (
     MASTER,
+    Options,
     ScaledOptimizer,
     check_options,
     refuse_differentiable,
@@ -75,28 +82,25 @@ class _AdamStep(ScaledOptimizer):
 
     def _update_group(self, group: dict[str, Any], scale: HostScale) -> None:
         params = group["params"]
-        for param in params:
-            is_dense = param.is_floating_point() and not param.grad.is_sparse
-            if is_dense and (self.state_dtype(param) != param.dtype):
-                self._init_state(param, group)
+        if self._options != Options():
+            for param in params:
+                is_dense = param.is_floating_point() and not param.grad.is_sparse
+                if is_dense and self.state_dtype(param) != param.dtype:
+                    self._init_state(param, group)
         lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
         # torch's own: it makes the state that is missing, and refuses what torch does.
         has_complex = self._init_group(group, *lists)  # type: ignore[attr-defined]
+        weights, grads, means, squares, largest, steps = lists
         work = Workspace()
-        weights, grads, means, squares, largest, steps = [
-            list[torch.Tensor]() for _ in range(6)
-        ]
-        for number, param in enumerate(params):
-            mean, square = lists[2][number], lists[3][number]
-            weight = self._weight(param)
-            dtype = working_dtype(weight, scale.inverse, [mean.dtype])
-            weights.append(work.open(weight, dtype))
-            grads.append(unscale(param.grad, scale.inverse, dtype))
-            means.append(work.open(mean, dtype))
-            squares.append(work.open(square, dtype))
-            if group["amsgrad"]:
-                largest.append(work.open(lists[4][number], dtype))
-            steps.append(lists[5][number])
+        if scale.inverse is not None or self._options != Options():
+            for number, param in enumerate(params):
+                weight = self._weight(param)
+                kept = [means[number].dtype]
+                dtype = working_dtype(weight, scale.inverse, kept)
+                weights[number] = work.open(weight, dtype)
+                grads[number] = unscale(grads[number], scale.inverse, dtype)
+                for moments in filter(None, (means, squares, largest)):
+                    moments[number] = work.open(moments[number], dtype)
         beta1, beta2 = group["betas"]
         adam(
             weights,
@@ -105,7 +109,7 @@ class _AdamStep(ScaledOptimizer):
             squares,
             largest,
             steps,
-            foreach=group["foreach"],
+            foreach=choose_foreach(group, weights),
             capturable=group["capturable"],
             fused=group["fused"],
             has_complex=has_complex,

@@ -6,9 +6,13 @@ unscales the gradients into new tensors, computes in float32 where a dtype is to
 for that, and returns the results to the tensors that the optimizer keeps.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
+
+_SMALL = 2**14
+"""Below so many elements a tensor, torch's foreach step is the faster one on a CPU."""
 
 
 class HostScale(NamedTuple):
@@ -86,3 +90,26 @@ class Workspace:
         """Write the results to the tensors that the optimizer keeps."""
         for tensor, copy in self._copies:
             tensor.copy_(copy)
+
+
+def choose_foreach(
+    group: Mapping[str, Any], weights: list[torch.Tensor]
+) -> bool | None:
+    """Return torch's argument: `True` for many small tensors of a CPU.
+
+    torch chooses a loop over the tensors there, whatever their sizes. For float32 and
+    float64 both give the same bits.
+    """
+    chosen: bool | None = group["foreach"]
+    if chosen is not None or group["fused"] or torch.is_tensor(group["lr"]):
+        return chosen
+    are_plain = all(
+        type(weight) in (torch.Tensor, torch.nn.Parameter)
+        and weight.is_cpu
+        and weight.dtype in (torch.float32, torch.float64)
+        for weight in weights
+    )
+    elements = sum(weight.numel() for weight in weights)
+    is_small = elements < _SMALL * len(weights)
+    # Otherwise torch chooses by itself: for a GPU it takes the foreach step.
+    return True if are_plain and is_small else None

@@ -161,10 +161,11 @@ class ScaledOptimizer(torch.optim.Optimizer):
 
     def _finish_group(self, params: list[torch.Tensor], scale: HostScale) -> None:
         """Round masters to their parameters; write gradients back, if asked to."""
-        for param in params:
-            weight = self._weight(param)
-            if weight is not param:
-                param.copy_(weight)
+        if self._options.master_weights:
+            for param in params:
+                weight = self._weight(param)
+                if weight is not param:
+                    param.copy_(weight)
         if self._options.write_back and scale.inverse is not None:
             for param in params:
                 if param.grad is not None:

@@ -47,6 +47,8 @@ class DevicePlan(NamedTuple):
     """For each of them, by its id, what its row was made from."""
     positions: list[int | None]
     """For each of them, which of all gradients is its own; `None` if it has none."""
+    has_all: bool
+    """Whether the gradients of the tables are all gradients, in their order."""
 
 
 def may_use_kernels(params: Sequence[torch.Tensor]) -> bool:
@@ -78,9 +80,9 @@ class StepPlan:
         present = [grad for grad in grads if grad is not None]
         self._layout = layout_of(present)
         self._keys = _keys_of(optimizer)
-        self._addresses = _addresses_of(params)
-        self._indices = list(range(len(params)))
         self._has_shards = any(as_dtensor(param) is not None for param in params)
+        self._addresses = self._addresses_of(params)
+        self._indices = list(range(len(params)))
         self.eager: dict[int, list[torch.Tensor]] = {}
         """The parameters that torch updates, by the index of their group."""
         self.is_final = True
@@ -141,7 +143,13 @@ class StepPlan:
         """Whether the parameters are where they were."""
         if all_addresses_equal is not None and not self._has_shards:
             return all_addresses_equal(params, self._addresses, self._indices)
-        return _addresses_of(params) == self._addresses
+        return self._addresses_of(params) == self._addresses
+
+    def _addresses_of(self, params: list[torch.Tensor]) -> list[int]:
+        """Return the addresses of parameters, of a DTensor that of its shard."""
+        if self._has_shards:
+            params = list(map(local_shard, params))
+        return list(map(torch.Tensor.data_ptr, params))
 
     def run(
         self,
@@ -155,7 +163,7 @@ class StepPlan:
         """Update what the kernels update."""
         for plan in self.devices:
             own = grads
-            if plan.positions != self._indices:
+            if not plan.has_all:
                 own = [None if at is None else grads[at] for at in plan.positions]
             if self._has_shards:
                 own = [None if grad is None else local_shard(grad) for grad in own]
@@ -174,11 +182,6 @@ def _keys_of(optimizer: "ScaledOptimizer") -> list[object]:
         (*optimizer.group_key(group), len(group["params"]))
         for group in optimizer.param_groups
     ]
-
-
-def _addresses_of(params: list[torch.Tensor]) -> list[int]:
-    """Return the addresses of parameters, of a DTensor that of its shard."""
-    return [local_shard(param).data_ptr() for param in params]
 
 
 def _reason_against(param: torch.Tensor) -> str:
@@ -285,12 +288,13 @@ def _plan_device(
             for member, row in zip(members, rows, strict=True)
         }
     else:
-        tables, members, signatures, _ = before
+        tables, members, signatures, *_ = before
     positions = [
         indices[id(member.param)] if id(member.param) in with_grad else None
         for member in members
     ]
-    return DevicePlan(tables, members, signatures, positions)
+    has_all = positions == list(range(len(params)))
+    return DevicePlan(tables, members, signatures, positions, has_all)
 
 
 def signature_of(row: "Row", groups: int) -> object:

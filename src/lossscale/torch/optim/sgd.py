@@ -9,7 +9,13 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from lossscale.torch.distributed.dtensor import local_shard
-from lossscale.torch.optim.eager import HostScale, Workspace, unscale, working_dtype
+from lossscale.torch.optim.eager import (
+    HostScale,
+    Workspace,
+    choose_foreach,
+    unscale,
+    working_dtype,
+)
 from lossscale.torch.optim.optimizer import (
     MASTER,
     ScaledOptimizer,
@@ -151,7 +157,7 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
             grads,
             buffers,
             has_sparse_grad=is_sparse,
-            foreach=group["foreach"],
+            foreach=choose_foreach(group, weights),
             fused=group["fused"],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],

@@ -68,6 +68,14 @@ def test_the_converted_model_computes_what_the_original_does():
     torch.testing.assert_close(actual, expected, rtol=5e-3, atol=5e-3)
 
 
+def test_normalisation_is_converted_too_if_that_is_wanted():
+    model = make_model()
+    report = ls.to_float16(model, keep_float32=["head"], keep_normalisation=False)
+    assert ("head",) == report.kept
+    assert torch.float16 == model.norm.weight.dtype
+    model(INPUTS, offset=OFFSET)
+
+
 def test_named_parts_and_classes_stay_in_float32():
     model = make_model()
     report = ls.to_float16(model, keep_float32=["body", nn.Embedding])
