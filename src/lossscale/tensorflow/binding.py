@@ -82,11 +82,14 @@ class _Binding:
         for kind, value in zip((scale, good, bad), state, strict=True):
             if kind is None:
                 continue
-            variable = tf.Variable(
+            # TensorFlow 1's constructor: in its graphs the other lists every copy of a
+            # mirrored variable for Savers, under one name.
+            variable = tf.compat.v1.Variable(
                 tf.constant(value, kind.dtype),
                 trainable=False,
                 name=kind.name,
                 dtype=kind.dtype,
+                use_resource=True,
             )
             # The attribute is what checkpoints find it by.
             setattr(owner, kind.name, variable)
@@ -146,8 +149,15 @@ class _Binding:
             return None
         # Branches that return ops and not tensors: under XLA a step is a tenth faster.
         # So the flag has a branch of its own, and is computed on skipped steps alone.
-        applied = tf.cond(permitted, lambda: _group(apply()), lambda: _group(skip()))
-        too_large = tf.cond(permitted, lambda: tf.constant(False), is_finite)
+        applied = tf.cond(
+            permitted,
+            lambda: _group(apply()),
+            lambda: _group(skip()),
+            name="apply_or_skip",
+        )
+        too_large = tf.cond(
+            permitted, lambda: tf.constant(False), is_finite, name="too_large"
+        )
         with tf.control_dependencies([applied]):
             return _after([applied, update(too_large)], permitted)
 
@@ -159,7 +169,7 @@ class _Binding:
             operation, flag = ask()
             return _after(operation, self.flag(flag))
 
-        return tf.cond(condition, lambda: tf.constant(False), asked)
+        return tf.cond(condition, lambda: tf.constant(False), asked, name="unless")
 
 
 BINDING = _Binding()

@@ -158,7 +158,7 @@ def _either(first: Array, second: Callable[[], Array]) -> Array:
     """Return `first or second()`; the second is costly and seldom needed."""
     if tf.executing_eagerly():
         return first if bool(first) else second()
-    return tf.cond(first, lambda: tf.constant(True), second)
+    return tf.cond(first, lambda: tf.constant(True), second, name="either")
 
 
 def _sums(indices: Array, rows: Array, count: Array) -> tuple[Array, Array]:

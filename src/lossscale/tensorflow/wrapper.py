@@ -14,7 +14,7 @@ import tensorflow as tf
 from lossscale.core import classic, headroom
 from lossscale.core.state import Array
 from lossscale.errors import SettingError, SettingTypeError, StructureError
-from lossscale.tensorflow import inner, leaves, replicas, verbs
+from lossscale.tensorflow import graph_names, inner, leaves, replicas, verbs
 from lossscale.tensorflow.autograph import unconverted
 from lossscale.tensorflow.binding import BINDING
 from lossscale.tensorflow.classic import DynamicLossScale, FixedLossScale
@@ -189,6 +189,16 @@ class Wrapper(classic.LossScaleOptimizer):
 
     def _check_optimizer(self, opt: Any) -> None:
         inner.check(opt)
+
+    def _step(
+        self,
+        gradients: list[Any],
+        variables: list[Any],
+        *arguments: Any,
+        **keywords: Any,
+    ) -> Any:
+        graph_names.create_slots(self._optimizer, variables, self._loss_scale)
+        return super()._step(gradients, variables, *arguments, **keywords)
 
     def _check_calls(self, global_step: Any = None, **_: Any) -> None:
         """Raise or warn if gradients arrive that have not been scaled and unscaled."""
