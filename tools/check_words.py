@@ -58,11 +58,8 @@ UNCONVERTED = (
     "tests/adapters/keras",
     "tests/adapters/tensorflow",
     "src/lossscale/keras",
-    "src/lossscale/tensorflow",
     "docs/adapters/keras.md",
-    "docs/adapters/tensorflow.md",
     "docs/architecture.md",  # it lists the files of these folders
-    "docs/compatibility.md",
 )
 
 

@@ -28,7 +28,7 @@ _BRANCH = "cond"
 def create_slots(opt: Any, variables: list[Any], loss_scale: Any) -> None:
     """Create the variables of an optimizer under the names that the originals gave."""
     is_from_tensorflow_1 = isinstance(opt, tf.compat.v1.train.Optimizer)
-    if not is_from_tensorflow_1 or tf.executing_eagerly() or tf.inside_function():
+    if not is_from_tensorflow_1 or tf.inside_function():
         return  # a Saver is not used there
     if isinstance(loss_scale, classic.FixedLossScale):
         _create(opt, variables)
