@@ -57,9 +57,6 @@ UNCONVERTED = (
     "tests/packaging/test_words.py",
     "tests/adapters/keras",
     "tests/adapters/tensorflow",
-    "src/lossscale/keras",
-    "docs/adapters/keras.md",
-    "docs/architecture.md",  # it lists the files of these folders
 )
 
 
