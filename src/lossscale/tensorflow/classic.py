@@ -56,8 +56,8 @@ class LossScale(classic.LossScale, _Module):
     """A loss scale that can be called for its value and updated from gradients.
 
     Subclass it for a strategy of your own; an optimizer applies the gradients if
-    `update` says so. Variables that a subclass keeps in attributes
-    are checkpointed with it.
+    `update` says so. Variables that a subclass keeps in attributes are checkpointed
+    with it.
 
     Example:
         >>> import lossscale.tensorflow as ls
@@ -144,5 +144,5 @@ def get(identifier: Any) -> LossScale | None:
         >>> ls.get(8)
         FixedLossScale(8.0)
     """
-    found = classic.get(identifier, FixedLossScale, DynamicLossScale)
-    return cast("LossScale | None", found)
+    loss_scale = classic.get(identifier, FixedLossScale, DynamicLossScale)
+    return cast("LossScale | None", loss_scale)

@@ -207,8 +207,8 @@ def to_flag(finite: Any) -> Array:
 
 def all_true(flags: Iterable[Array]) -> Array:
     """Return whether all of some boolean scalars are true; none at all are."""
-    listed = list(flags)
-    return tf.reduce_all(tf.stack(listed)) if listed else tf.constant(True)
+    scalars = list(flags)
+    return tf.reduce_all(tf.stack(scalars)) if scalars else tf.constant(True)
 
 
 def _all_finite_and_squarable(grads: Any) -> tuple[Array, Array]:

@@ -168,7 +168,7 @@ def _is_sparse_within(leaf: Any, largest: float, dtype: str, addends: int) -> Ar
     # However the indices repeat, no sum exceeds that of all rows.
     all_within = are_within(tf.reduce_sum(magnitudes, axis=0), tf.maximum(count, 1))
     return _either(
-        all_within, lambda: are_within(*_sums(leaf.indices, magnitudes, count))
+        all_within, lambda: are_within(*_add_rows(leaf.indices, magnitudes, count))
     )
 
 
@@ -184,7 +184,7 @@ def _either(first: Array, second: Callable[[], Array]) -> Array:
     return tf.cond(first, lambda: tf.constant(True), second, name="either")
 
 
-def _sums(indices: Array, rows: Array, count: Array) -> tuple[Array, Array]:
+def _add_rows(indices: Array, rows: Array, count: Array) -> tuple[Array, Array]:
     """Return the sums over rows with the same index, and how many rows each has.
 
     Sorted by index, equal indices are neighbours and can be numbered without
