@@ -55,8 +55,6 @@ ENDINGS = {".py", ".md"}
 UNCONVERTED = (
     "tools/check_words.py",  # it lists the words
     "tests/packaging/test_words.py",
-    "tests/adapters/keras",
-    "tests/adapters/tensorflow",
 )
 
 

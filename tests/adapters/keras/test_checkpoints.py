@@ -196,7 +196,7 @@ def test_variables_of_keras_own_class_load_into_this_one():
     expected, actual = values(theirs.optimizer), values(ours.optimizer)
     assert expected == actual[:4] + actual[9:]
     assert 2.0**12 == numpy(ours.optimizer.dynamic_scale)
-    # What Keras's file does not have starts anew.
+    # Variables that Keras's file does not have start over.
     report = ours.optimizer.last_step
     assert (0, 0, 0) == (
         report.bad_steps,

@@ -1,4 +1,4 @@
-"""Training with `fit`, under `mixed_float16`, and what Keras has beside it."""
+"""Training with `fit`, under `mixed_float16`, and Keras's callbacks with it."""
 
 import csv
 

@@ -64,7 +64,7 @@ def test_the_block_of_this_backend_trains_or_restores(name, tmp_path, monkeypatc
 def test_the_example_learns_in_float16_with_a_scale_alone():
     finished = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "train_keras.py")],
-        # torch's threads wait for each other in a loop: slow beside other tests.
+        # torch's threads wait for each other in a loop: slow while other tests run.
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

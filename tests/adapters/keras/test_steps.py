@@ -1,4 +1,4 @@
-"""Single steps and sequences, beside Keras's own class and beside NumPy."""
+"""Single steps and sequences, compared with Keras's own class and with NumPy."""
 
 import random
 
