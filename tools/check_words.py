@@ -55,14 +55,6 @@ ENDINGS = {".py", ".md"}
 UNCONVERTED = (
     "tools/check_words.py",  # it lists the words
     "tests/packaging/test_words.py",
-    "tests/adapters/keras",
-    "tests/adapters/tensorflow",
-    "src/lossscale/keras",
-    "src/lossscale/tensorflow",
-    "docs/adapters/keras.md",
-    "docs/adapters/tensorflow.md",
-    "docs/architecture.md",  # it lists the files of these folders
-    "docs/compatibility.md",
 )
 
 

@@ -46,7 +46,8 @@ SUITES = {
     "core": Suite(("tests/core",), {}),
     "tensorflow": tensorflow(
         *("conformance", "modes", "gradients", "headroom", "checkpoints", "optimizer"),
-        *("results", "tf_keras", "tensorflow_1", "example", "recording"),
+        *("results", "tf_keras", "tensorflow_1", "saver_names", "example"),
+        "recording",
     ),
     "tensorflow-traces": tensorflow("traces"),
     "keras-tensorflow": keras("tensorflow"),

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from lossscale import Dynamic, Fixed, Policy, presets
-from lossscale.keras import LastStep, LossScaleLogger, LossScaleOptimizer
+from lossscale.keras import LossScaleLogger, LossScaleOptimizer, StepReport
 
 inner: Any = keras.optimizers.Adam(1e-3)
 optimizer: LossScaleOptimizer = LossScaleOptimizer(inner)
@@ -18,9 +18,9 @@ optimizer = LossScaleOptimizer(inner, name="fixed", policy=Fixed(8.0))
 optimizer = LossScaleOptimizer(inner, policy=presets.get("torch"))
 policy: Policy = optimizer.policy
 
-facts: LastStep = optimizer.last_step
-skipped: Any = facts.skipped
-numbers: list[Any] = [*facts]
+report: StepReport = optimizer.last_step
+skipped: Any = report.skipped
+numbers: list[Any] = [*report]
 loss: Any = optimizer.scale_loss(1.0)
 loss = optimizer.stateless_scale_loss([1.0], loss)
 loss = optimizer.get_scaled_loss(lambda: loss)
@@ -40,4 +40,4 @@ LossScaleOptimizer(inner, "2")  # type: ignore[arg-type]
 LossScaleOptimizer()  # type: ignore[call-arg]
 LossScaleLogger(every=0.5)  # type: ignore[arg-type]
 optimizer.stateless_apply([1.0], gradients)  # type: ignore[call-arg]
-facts.missing  # type: ignore[attr-defined]
+report.missing  # type: ignore[attr-defined]

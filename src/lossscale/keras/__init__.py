@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Keras 3 adapter: Keras's LossScaleOptimizer, and weights that stay finite.
 
-It offers one optimizer, a subclass of `keras.optimizers.LossScaleOptimizer` for the
-TensorFlow, JAX and torch backends (`optimizer.py`), what its last step did
-(`facts.py`), and a callback that writes that into the logs (`callbacks.py`). It imports
-the core and Keras, and no other adapter.
+optimizer.py      Keras's LossScaleOptimizer with a policy
+report.py         what became of the last step
+callbacks.py      the scale in the logs of `fit`
+arguments.py      the constructor's arguments, policies and configs
+checkpoint.py     configs and saved variables
+loss.py           the loss times the scale
+gradients.py      gradients validated, unscaled and checked
+headroom.py       how large an unscaled gradient may be
+stateless.py      a step on values, for JAX
+consensus.py      one decision for all replicas, on TensorFlow
+training_loop.py  whether `apply` gets scaled or unscaled gradients
+backend.py        operations that `keras.ops` lacks or makes slow
+tracing.py        values and tracers
+
+It imports the core and Keras, and no other adapter.
 """
 
 from lossscale.core.optional import explain_missing
@@ -25,7 +36,7 @@ if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14):
     raise MissingPackageError(_message)
 
 from lossscale.keras.callbacks import LossScaleLogger
-from lossscale.keras.facts import LastStep
 from lossscale.keras.optimizer import LossScaleOptimizer
+from lossscale.keras.report import StepReport
 
-__all__ = ["LastStep", "LossScaleLogger", "LossScaleOptimizer"]
+__all__ = ["LossScaleLogger", "LossScaleOptimizer", "StepReport"]

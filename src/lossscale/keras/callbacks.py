@@ -8,7 +8,7 @@ import keras
 
 from lossscale.core import validation
 from lossscale.errors import SettingTypeError
-from lossscale.keras.operations import read
+from lossscale.keras.backend import read
 from lossscale.keras.optimizer import LossScaleOptimizer
 
 
@@ -26,12 +26,12 @@ class LossScaleLogger(keras.callbacks.Callback):
     """
 
     def __init__(self, every: int | None = None, warn_after: int | None = None) -> None:
-        """Choose how often to look.
+        """Choose how often to read the optimizer.
 
         Args:
             every: Write into the logs of every so many batches too.
-            warn_after: Warn when so many steps in a row were skipped, as far as looked
-                at: the scale falls and nothing is learnt.
+            warn_after: Warn when a read finds so many steps skipped in a row: the
+                scale falls and nothing is learnt.
         """
         super().__init__()
         self.every = None if every is None else validation.check_count("every", every)
@@ -41,7 +41,7 @@ class LossScaleLogger(keras.callbacks.Callback):
             else validation.check_count("warn_after", warn_after)
         )
         self._before = 0
-        self._looked_at = 0
+        self._batches_read = 0
         self._warned = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -59,7 +59,7 @@ class LossScaleLogger(keras.callbacks.Callback):
         """Remember how many steps had been skipped."""
         del epoch, logs
         self._before = int(self.model.optimizer.last_step.skipped_steps)
-        self._looked_at = 0
+        self._batches_read = 0
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -68,9 +68,9 @@ class LossScaleLogger(keras.callbacks.Callback):
         if self.every is None:
             return
         # Several batches may pass at once, with steps_per_execution.
-        if (batch + 1) // self.every > self._looked_at // self.every:
+        if (batch + 1) // self.every > self._batches_read // self.every:
             self._write(logs)
-        self._looked_at = batch + 1
+        self._batches_read = batch + 1
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Write into the logs of the epoch."""
@@ -79,8 +79,8 @@ class LossScaleLogger(keras.callbacks.Callback):
 
     def _write(self, logs: dict[str, Any] | None) -> None:
         """Read the optimizer's variables, once."""
-        # On JAX fit holds the variables, and Keras hands them back when self.model is
-        # asked for: here, and not at every batch.
+        # On JAX fit holds the variables, and an access to self.model returns them:
+        # here, and not at every batch.
         optimizer = self.model.optimizer
         last = optimizer.last_step
         consecutive = int(last.consecutive_skips)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients: unscaled, and checked.
+"""Validate, unscale and check gradients.
 
 Unscaling divides, as Keras does: a product with the reciprocal would differ in the last
 bit unless the scale is a power of two. It divides in float32 or wider, whatever the
@@ -15,19 +15,19 @@ from lossscale.core.headroom import LARGEST, NARROW
 from lossscale.core.state import Array
 from lossscale.core.validation import FLOAT32_MAX
 from lossscale.errors import GradientError, StructureError
-from lossscale.keras.headroom import Headroom
-from lossscale.keras.operations import (
-    divided,
-    dtype_of,
+from lossscale.keras.backend import (
+    divide,
+    dtype_name,
     largest_magnitude,
     map_values,
     stack,
     values_of,
     where,
 )
+from lossscale.keras.headroom import Headroom
 
 
-def check(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+def validate(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """Raise unless there is a floating-point gradient, or None, for each variable."""
     if len(gradients) != len(variables):
         message = (
@@ -36,11 +36,11 @@ def check(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         )
         raise StructureError(message)
     for gradient, variable in zip(gradients, variables, strict=True):
-        if gradient is None or overwrites(variable):
+        if gradient is None or is_overwritten(variable):
             continue
-        if not hasattr(gradient, "dtype") or dtype_of(gradient) not in LARGEST:
+        if not hasattr(gradient, "dtype") or dtype_name(gradient) not in LARGEST:
             typed = hasattr(gradient, "dtype")
-            kind = dtype_of(gradient) if typed else type(gradient).__name__
+            kind = dtype_name(gradient) if typed else type(gradient).__name__
             whose = "" if variable is None else f" of {name_of(variable)}"
             message = (
                 f"The gradient{whose} is {kind}, expected "
@@ -48,40 +48,41 @@ def check(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
                 "None in its place."
             )
             raise GradientError(message)
-        wanted = None if variable is None else tuple(variable.shape)
-        if wanted is not None and not _fits(gradient, wanted):
+        expected = None if variable is None else tuple(variable.shape)
+        if expected is not None and not _has_shape(gradient, expected):
             message = (
                 f"The gradient of {name_of(variable)} has the shape "
-                f"{tuple(gradient.shape)}, and its variable {wanted}."
+                f"{tuple(gradient.shape)}, expected {expected}, the shape of its "
+                "variable."
             )
             raise StructureError(message)
 
 
-def _fits(gradient: Any, wanted: tuple[int, ...]) -> bool:
+def _has_shape(gradient: Any, expected: tuple[int, ...]) -> bool:
     """Whether a gradient has its variable's shape, as far as that is known."""
-    if hasattr(gradient, "dense_shape"):  # the rows of a sparse one are its own affair
-        shape, wanted = tuple(gradient.values.shape)[1:], wanted[1:]
+    if hasattr(gradient, "dense_shape"):  # of a sparse one, its number of rows is free
+        shape, expected = tuple(gradient.values.shape)[1:], expected[1:]
     else:
         if getattr(gradient.shape, "rank", 0) is None:
             return True  # TensorFlow, while tracing
         shape = tuple(gradient.shape)
-    pairs = zip(shape, wanted, strict=False)
-    return len(shape) == len(wanted) and all(
-        have in (None, want) for have, want in pairs
+    pairs = zip(shape, expected, strict=False)
+    return len(shape) == len(expected) and all(
+        actual in (None, size) for actual, size in pairs
     )
 
 
-def overwrites(variable: Any) -> bool:
+def is_overwritten(variable: Any) -> bool:
     """Whether a variable is replaced by its gradient, as the scales of float8 are."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def name_of(variable: Any) -> str:
-    """Return what a message calls a variable; a tf.Variable has no path."""
+    """Return the name of a variable for messages; a tf.Variable has no path."""
     return str(getattr(variable, "path", None) or getattr(variable, "name", variable))
 
 
-def unscaled(
+def unscale(
     gradients: Sequence[Any], variables: Sequence[Any], scale: Array
 ) -> list[Any]:
     """Return the gradients divided by the scale.
@@ -90,21 +91,21 @@ def unscaled(
     a value, not a derivative of the scaled loss.
     """
 
-    def divide(values: Array) -> Array:
-        if dtype_of(values) in NARROW:
-            # torch would divide in float16, where what was scaled up vanishes again.
+    def unscale_values(values: Array) -> Array:
+        if dtype_name(values) in NARROW:
+            # torch would divide in float16, where small results become 0 again.
             values = ops.cast(values, "float32")
-        return divided(values, scale)
+        return divide(values, scale)
 
     return [
         gradient
-        if gradient is None or overwrites(variable)
-        else map_values(divide, gradient)
+        if gradient is None or is_overwritten(variable)
+        else map_values(unscale_values, gradient)
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
 
 
-def fitted(
+def cast_for_optimizer(
     gradients: Sequence[Any], variables: Sequence[Any], headroom: Headroom
 ) -> list[Any]:
     """Return gradients in the dtypes that the inner optimizer takes.
@@ -112,22 +113,22 @@ def fitted(
     Its own cast to a float16 variable comes too late for its accumulators.
     """
 
-    def fit(gradient: Any, variable: Any) -> Any:
-        if gradient is None or headroom.takes_wide or overwrites(variable):
+    def cast(gradient: Any, variable: Any) -> Any:
+        if gradient is None or headroom.accepts_wide or is_overwritten(variable):
             return gradient
-        dtype = dtype_of(variable)
-        if dtype not in NARROW or dtype_of(gradient) == dtype:
+        dtype = dtype_name(variable)
+        if dtype not in NARROW or dtype_name(gradient) == dtype:
             return gradient
         return map_values(lambda values: ops.cast(values, dtype), gradient)
 
-    return [fit(*pair) for pair in zip(gradients, variables, strict=True)]
+    return [cast(*pair) for pair in zip(gradients, variables, strict=True)]
 
 
 REASONS = ("", "inf", "nan", "headroom")
-"""Why a gradient is not applied, by number; the first is that it is."""
+"""Why a gradient is not applied, by number; 0 if it is."""
 
 
-def reasons(
+def find_reasons(
     gradients: Sequence[Any], variables: Sequence[Any], headroom: Headroom | None
 ) -> Array:
     """Return for each unscaled gradient why it cannot be applied; 0 if it can.
@@ -136,29 +137,30 @@ def reasons(
     variable is checked too: an infinite one would stay in the history that later scales
     of float8 are taken from.
     """
-    tops, limits = [], []
+    magnitudes, limits = [], []
     for gradient, variable in zip(gradients, variables, strict=True):
-        dtype = "float32" if gradient is None else dtype_of(gradient)
-        top, limit = ops.zeros((), "float32"), LARGEST.get(dtype, FLOAT32_MAX)
+        dtype = "float32" if gradient is None else dtype_name(gradient)
+        magnitude = ops.zeros((), "float32")
+        limit = LARGEST.get(dtype, FLOAT32_MAX)
         if gradient is not None:
             values = values_of(gradient)
-            top = largest_magnitude(values)
-            if headroom is not None and not overwrites(variable):
-                limit = headroom.largest(dtype_of(variable), dtype)
+            magnitude = largest_magnitude(values)
+            if headroom is not None and not is_overwritten(variable):
+                limit = headroom.largest(dtype_name(variable), dtype)
             if values is not gradient and headroom is not None:
                 # Rows that occur more than once are summed later; how often is not
                 # known, so each may be all of them. Keras makes a dense array here, in
                 # which a finite duplicate hides an infinite one.
-                limit = limit / ops.cast(ops.shape(values)[0], dtype_of(top))
-        tops.append(top)
+                limit = limit / ops.cast(ops.shape(values)[0], dtype_name(magnitude))
+        magnitudes.append(magnitude)
         limits.append(limit)
-    if not tops:
+    if not magnitudes:
         return ops.zeros((0,), "int32")
-    top = stack(tops)
-    large = ops.logical_not(top <= stack(limits, like=top))
-    finite = ops.cast(large, "int32") * 3
-    number = where(ops.isfinite(top), finite, 1)
-    return where(ops.isnan(top), 2, number)
+    largest = stack(magnitudes)
+    is_too_large = ops.logical_not(largest <= stack(limits, like=largest))
+    finite_reason = ops.cast(is_too_large, "int32") * 3
+    reason = where(ops.isfinite(largest), finite_reason, 1)
+    return where(ops.isnan(largest), 2, reason)
 
 
 def is_overflow(reasons: Array) -> Array:
@@ -166,18 +168,18 @@ def is_overflow(reasons: Array) -> Array:
     return ops.any(ops.logical_or(ops.equal(reasons, 1), ops.equal(reasons, 2)))
 
 
-def poisoned(gradients: Sequence[Any]) -> list[Any]:
+def replace_infinities(gradients: Sequence[Any]) -> list[Any]:
     """Return gradients in which every infinity has become NaN.
 
-    Clipping to a range makes a number of an infinity, which would then be applied; NaN
-    stays NaN through it.
+    Clipping to a range turns an infinity into a number, which would then be applied;
+    NaN stays NaN.
     """
 
-    def poison(values: Array) -> Array:
-        nan = ops.convert_to_tensor(float("nan"), dtype_of(values))
+    def replace(values: Array) -> Array:
+        nan = ops.convert_to_tensor(float("nan"), dtype_name(values))
         return ops.where(ops.isfinite(values), values, nan)
 
     return [
-        gradient if gradient is None else map_values(poison, gradient)
+        gradient if gradient is None else map_values(replace, gradient)
         for gradient in gradients
     ]

@@ -3,9 +3,9 @@
 
 A finite gradient can still become infinite on its way into the weights: replicas are
 summed, micro-batches are accumulated, norms are sums of squares, a float16 variable
-ends at 65504. Keras checks for infinities before all that and writes whatever comes
-out. Here a step with a gradient beyond what the rest of it can hold is skipped. The
-bounds are numbers that are known before the step, so comparing with them costs nothing.
+ends at 65504. Keras checks for infinities before all that, and writes the result. Here
+a step is skipped if a gradient exceeds a bound. The bounds are numbers that are known
+before the step, so comparing with them costs nothing.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ from lossscale.core.headroom import (
 
 
 class Headroom:
-    """What an inner optimizer can hold, of one gradient."""
+    """The largest gradients that an inner optimizer can process."""
 
     def __init__(self, inner: Any, elements: int, replicas: int = 1) -> None:
         """Read the settings of an inner optimizer as they are now.
@@ -34,10 +34,10 @@ class Headroom:
         self._optimizers = getattr(inner, "optimizers", None) or [inner]
         self._elements = max(1, elements)
         self._replicas = replicas
-        self._known: dict[tuple[str, str], float] = {}
-        self.takes_wide = all(
-            clip_bound(each) > 0.0 and accumulation_steps(each) == 1
-            for each in self._optimizers
+        self._bounds: dict[tuple[str, str], float] = {}
+        self.accepts_wide = all(
+            clip_bound(optimizer) > 0.0 and accumulation_steps(optimizer) == 1
+            for optimizer in self._optimizers
         )
         """Whether gradients may be wider than their variables. Clipping comes before
         the cast to the variable's dtype; an accumulator has that dtype and takes no
@@ -45,24 +45,24 @@ class Headroom:
 
     def check_epsilon(self, dtypes: Iterable[str]) -> None:
         """Raise if one of the optimizers would divide by an epsilon of 0."""
-        known = set(dtypes)
+        names = set(dtypes)
         for inner in self._optimizers:
-            check_epsilon(inner, known)
+            check_epsilon(inner, names)
 
     def largest(self, variable: str, gradient: str) -> float:
         """Return the largest magnitude that is safe, given two dtypes."""
         key = (variable, gradient)
-        if key not in self._known:
+        if key not in self._bounds:
             narrow = LARGEST.get(variable, LARGEST[gradient]) < LARGEST[gradient]
-            given = variable if narrow and not self.takes_wide else gradient
-            self._known[key] = min(
+            dtype = variable if narrow and not self.accepts_wide else gradient
+            self._bounds[key] = min(
                 largest_gradient(
                     inner,
-                    given,
+                    dtype,
                     variable,
                     elements=self._elements,
                     addends=self._replicas * accumulation_steps(inner),
                 )
                 for inner in self._optimizers
             )
-        return self._known[key]
+        return self._bounds[key]

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras's LossScaleOptimizer with policies, bounds and a record of its steps.
+"""Keras's LossScaleOptimizer with policies, bounds and a report of its steps.
 
 A step, on every backend:
 
     unscale     divide the gradients by the scale
     check       are the unscaled gradients finite, on every replica, and small enough?
     update      if so, let the inner optimizer apply them: the only branch; if not,
-                find out why
+                find the reasons
     advance     take the policy's step; assign the scale, the counters and the rest of
                 the report
 
 The rule is not restated here: the policy's step runs on `keras.ops`. Keras's class is
-the base because `compile()`, `SwapEMAWeights` and `MultiOptimizer` ask for it. What it
-does with gradients and the scale is replaced; `iterations`, `learning_rate`,
-`variables` and `finalize_variable_values` remain its own. `losses.py`, `stateless.py`
-and `files.py` have the rest.
+the base because `compile()`, `SwapEMAWeights` and `MultiOptimizer` require it. Its
+methods for gradients and the scale are replaced; `iterations`, `learning_rate`,
+`variables` and `finalize_variable_values` remain its own.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -29,17 +28,17 @@ from keras import ops
 from lossscale.core.policies import Policy, advance
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.errors import StructureError
-from lossscale.keras import gradients, replicas, settings
-from lossscale.keras.facts import LastStep
-from lossscale.keras.files import Files
+from lossscale.keras import arguments, checkpoint, consensus, gradients
+from lossscale.keras.backend import branch, dtype_name, read, where
 from lossscale.keras.headroom import Headroom
-from lossscale.keras.loops import Loop
-from lossscale.keras.operations import branch, dtype_of, read, where
-from lossscale.keras.stateless import Stateless
+from lossscale.keras.loss import multiply_loss, require_current
+from lossscale.keras.report import StepReport
+from lossscale.keras.stateless import StatelessStep, check_backend, check_count
+from lossscale.keras.training_loop import TrainingLoop
 
 
 @keras.saving.register_keras_serializable(package="lossscale")
-class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """Keras's `LossScaleOptimizer`, whose gradients cannot make weights NaN.
 
     Use it as Keras's, in `compile()` and in loops of your own. Without `policy` it has
@@ -59,8 +58,8 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
     def __init__(
         self,
         inner_optimizer: Any,
-        initial_scale: float = settings.INITIAL_SCALE,
-        dynamic_growth_steps: int = settings.GROWTH_STEPS,
+        initial_scale: float = arguments.INITIAL_SCALE,
+        dynamic_growth_steps: int = arguments.GROWTH_STEPS,
         name: str | None = None,
         *,
         policy: Policy | None = None,
@@ -71,28 +70,28 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         Args:
             inner_optimizer: The optimizer of Keras that applies the gradients.
             initial_scale: The scale to start with, if no policy is given.
-            dynamic_growth_steps: How many clean steps in a row double the scale, if no
-                policy is given.
-            name: What the optimizer is called.
+            dynamic_growth_steps: How many finite steps in a row double the scale, if
+                no policy is given.
+            name: The name of the optimizer.
             policy: How the scale moves: `lossscale.Dynamic`, `lossscale.Fixed`, a
                 preset, or a policy of your own.
-            **kwargs: What configs of older versions carry; anything else is an error.
+            **kwargs: Keywords of older configs; anything else is an error.
 
         Raises:
             SettingError: If a number is out of range, or if the policy is given
                 together with Keras's numbers.
             SettingTypeError: If the optimizer or the policy is not one.
         """
-        settings.check_keywords(kwargs)
-        settings.check_inner(inner_optimizer)
-        chosen = settings.make_policy(policy, initial_scale, dynamic_growth_steps)
+        arguments.check_keywords(kwargs)
+        arguments.check_inner(inner_optimizer)
+        chosen = arguments.make_policy(policy, initial_scale, dynamic_growth_steps)
         interval = getattr(chosen, "growth_interval", dynamic_growth_steps)
         scale = float(chosen.init().scale)
         # By name: before Keras 3.12 it is one of the keywords.
         super().__init__(inner_optimizer, scale, interval, name=name)
         self.policy = chosen
         self._policy_was_given = policy is not None
-        self._loop = Loop()
+        self._loop = TrainingLoop()
         self._elements = 0
 
     def build(self, var_list: Sequence[Any]) -> None:
@@ -104,11 +103,11 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         """
         if self.built:
             return
-        self._headroom().check_epsilon(map(dtype_of, var_list))
+        self._read_headroom().check_epsilon(map(dtype_name, var_list))
         first = self.policy.init()
         self.step_counter = self._number("step_counter", "int", first.good_steps)
         self.dynamic_scale = self._number("dynamic_scale", "float32", first.scale)
-        # Ours come last: so a file of Keras's class can be told from one of ours.
+        # Ours come last, so that a file of Keras's class can be recognised.
         self.bad_steps = self._number("bad_steps", "int", first.bad_steps)
         self.last_scale = self._number("last_scale", "float32", first.scale)
         self.skipped_steps = self._number("skipped_steps", "int", 0)
@@ -133,26 +132,28 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         )
 
     @property
-    def last_step(self) -> LastStep:
-        """What the last step did, as values on the device.
+    def last_step(self) -> StepReport:
+        """The report of the last step, as values on the device.
 
         Raises:
-            StructureError: If read while `fit` on JAX holds the variables; a callback's
-                `self.model` hands them back.
+            StructureError: If read while `fit` on JAX holds the variables; an access to
+                a callback's `self.model` returns them.
         """
         if not self.built:
             first = self.policy.init()
-            return LastStep(False, first.scale, first.good_steps, first.bad_steps, 0, 0)
+            return StepReport(
+                False, first.scale, first.good_steps, first.bad_steps, 0, 0
+            )
         if getattr(self.dynamic_scale, "_value", 0) is None:
             # Keras would return the variable's first value.
             message = (
                 "last_step was read while fit on JAX holds the variables. In a "
-                "callback read self.model.optimizer.last_step: self.model hands them "
-                "back; or call model.jax_state_sync() before."
+                "callback read self.model.optimizer.last_step: an access to self.model "
+                "returns them; or call model.jax_state_sync() before."
             )
             raise StructureError(message)
         consecutive = read(self.consecutive_skips)
-        return LastStep(
+        return StepReport(
             skipped=consecutive > 0,
             scale=read(self.last_scale),
             good_steps=read(self.step_counter),
@@ -162,6 +163,74 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
             reasons=read(self.skip_reasons),
             names=tuple(map(gradients.name_of, self._trainable_variables)),
         )
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Return the loss times the scale, in float32 (float64 stays float64).
+
+        Args:
+            loss: A floating-point tensor, or a Python number.
+
+        Raises:
+            GradientError: If the loss is of another type; or if, on JAX, the scale
+                would become a constant of the program that `jax.jit` is tracing.
+        """
+        self._loop.note_scaled_loss()
+        return multiply_loss(loss, self._current_scale("scale_loss"))
+
+    def stateless_scale_loss(
+        self, optimizer_variables: Sequence[Any], loss: Any
+    ) -> Any:
+        """Return the loss times the scale that is among the optimizer's variables.
+
+        The companion of `stateless_apply`. Inside `jax.jit`, `scale_loss` would need a
+        `keras.StatelessScope` around it.
+
+        Args:
+            optimizer_variables: The current values of `optimizer.variables`.
+            loss: A floating-point tensor, or a Python number.
+        """
+        self._check_built("stateless_scale_loss")
+        check_count("optimizer_variables", optimizer_variables, self.variables)
+        self._loop.note_scaled_loss()
+        flags = [variable is self.dynamic_scale for variable in self.variables]
+        return multiply_loss(loss, optimizer_variables[flags.index(True)])
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """Return the scaled loss, as tf.keras's optimizer did.
+
+        Args:
+            loss: A loss, or a callable that returns one; then the result is a
+                callable.
+        """
+        self._loop.note_classic_scaled_loss()
+        if not callable(loss):
+            return multiply_loss(loss, self._current_scale("get_scaled_loss"))
+
+        def compute_scaled_loss() -> Any:
+            return multiply_loss(loss(), self._current_scale("get_scaled_loss"))
+
+        return compute_scaled_loss
+
+    def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Return the gradients divided by the scale, as tf.keras's optimizer did.
+
+        From then on `apply` and `apply_gradients` take unscaled gradients, so a loop
+        written for tf.keras works unchanged. An infinity comes back as NaN, which
+        clipping does not turn into a number: `apply` still skips the step.
+
+        Raises:
+            GradientError: If the optimizer was given scaled gradients before.
+        """
+        self._loop.note_unscaled_gradients()
+        scaled = list(grads)
+        # As many gradients as variables belong to them: some may be overwritten.
+        variables: Sequence[Any] = [None] * len(scaled)
+        if self.built and len(scaled) == len(self._trainable_variables):
+            variables = self._trainable_variables
+        gradients.validate(scaled, variables)
+        scale = self._current_scale("get_unscaled_gradients")
+        unscaled = gradients.unscale(scaled, variables, scale)
+        return gradients.replace_infinities(unscaled)
 
     def apply(
         self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None
@@ -179,30 +248,68 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
             GradientError: If a gradient is not floating-point; or if, on JAX, `jit`
                 traces without the optimizer's variables.
         """
-        given = list(grads)
-        variables = self._variables_of(given, trainable_variables)
-        gradients.check(given, variables)
-        scaled = self._loop.takes_scaled()
+        unscaled = list(grads)
+        variables = self._find_variables(unscaled, trainable_variables)
+        gradients.validate(unscaled, variables)
+        is_scaled = self._loop.note_apply()
         if keras.backend.backend() == "jax":
-            self._apply_on_jax(given, variables, scaled=scaled)
+            self._check_variables_are_known(variables)
+            indices = [self._get_variable_index(variable) for variable in variables]
+            self._make_stateless_step().run_and_assign(
+                unscaled, indices, is_scaled=is_scaled
+            )
             return
         on_tensorflow = keras.backend.backend() == "tensorflow"
-        headroom = self._headroom(replicas.count() if on_tensorflow else 1)
-        if scaled:
-            given = gradients.unscaled(given, variables, read(self.dynamic_scale))
-        reasons = gradients.reasons(given, variables, headroom)
+        headroom = self._read_headroom(
+            consensus.count_replicas() if on_tensorflow else 1
+        )
+        if is_scaled:
+            scale = read(self.dynamic_scale)
+            unscaled = gradients.unscale(unscaled, variables, scale)
+        reasons = gradients.find_reasons(unscaled, variables, headroom)
 
         def update(unscaled: list[Any]) -> None:
-            fitted = gradients.fitted(unscaled, variables, headroom)
-            self.inner_optimizer.apply(fitted, variables)
+            grads = gradients.cast_for_optimizer(unscaled, variables, headroom)
+            self.inner_optimizer.apply(grads, variables)
 
         if on_tensorflow:
-            replicas.step(given, reasons, update, partial(self._advance, variables))
+            consensus.apply_or_skip(
+                unscaled, reasons, update, partial(self._advance, variables)
+            )
             return
         applied = ops.all(ops.equal(reasons, 0))
-        branch(applied, lambda: update(given), lambda: None)
+        branch(applied, lambda: update(unscaled), lambda: None)
         # After the update: if that raises, the scale stays as the weights do.
         self._advance(variables, applied, reasons)
+
+    def stateless_apply(
+        self,
+        optimizer_variables: Sequence[Any],
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the values of all variables after a step with scaled gradients.
+
+        Args:
+            optimizer_variables: The current values of `optimizer.variables`.
+            grads: Scaled gradients, one for each variable; None where there is none.
+            trainable_variables: The current values of the variables.
+
+        Raises:
+            StructureError: If there are too many values of a kind or too few, or if the
+                optimizer is not built.
+            SettingError: On the TensorFlow backend, whose optimizers are stateful.
+        """
+        self._check_built("stateless_apply")
+        check_backend()
+        check_count("optimizer_variables", optimizer_variables, self.variables)
+        check_count(
+            "trainable_variables", trainable_variables, self._trainable_variables
+        )
+        self._loop.note_apply(stateless=True)
+        return self._make_stateless_step().run(
+            list(optimizer_variables), list(grads), list(trainable_variables)
+        )
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Replace weights by their moving averages, if the inner optimizer keeps any.
@@ -216,16 +323,111 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
             super().finalize_variable_values(var_list)
 
     def check_finite(self, grads: Sequence[Any]) -> Array:
-        """Return whether every gradient that there is is finite."""
+        """Return whether all gradients are finite; None is not counted."""
         unknown = [None] * len(grads)
-        return ops.all(ops.equal(gradients.reasons(grads, unknown, None), 0))
+        return ops.all(ops.equal(gradients.find_reasons(grads, unknown, None), 0))
 
-    def _headroom(self, replica_count: int = 1) -> Headroom:
-        """Return what the inner optimizer can hold."""
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments as plain values: Keras's four, and a policy if given.
+
+        Raises:
+            SettingTypeError: If the policy is of a class that Keras cannot write.
+        """
+        return checkpoint.make_config(
+            self, self.policy if self._policy_was_given else None
+        )
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Return the optimizer of a config: ours, or one of Keras's class.
+
+        The config is left as it is; Keras takes the inner optimizer out of it.
+        """
+        return cls(**checkpoint.read_config(config, custom_objects))
+
+    @classmethod
+    def from_keras(cls, optimizer: Any, *, policy: Policy | None = None) -> Any:
+        """Convert a `LossScaleOptimizer`: its inner optimizer, scale and counters.
+
+        For a model that was compiled or loaded with Keras's class. The inner optimizer
+        is shared, so the converted optimizer should not be used any more.
+
+        Args:
+            optimizer: Keras's `LossScaleOptimizer`, or one of ours.
+            policy: How the scale moves from now on; unless given, as before.
+
+        Raises:
+            SettingTypeError: If it is another optimizer.
+        """
+        checkpoint.check_convertible(optimizer)
+        if policy is None and getattr(optimizer, "_policy_was_given", False):
+            policy = optimizer.policy
+        inner, name = optimizer.inner_optimizer, optimizer.name
+        if policy is None:
+            numbers = (optimizer.initial_scale, optimizer.dynamic_growth_steps)
+            converted = cls(inner, *numbers, name=name)
+        else:
+            converted = cls(inner, name=name, policy=policy)
+        if optimizer.built:
+            converted.build(optimizer._trainable_variables)  # noqa: SLF001  # a base's
+            checkpoint.copy_variables(optimizer, converted)
+            converted._reset_invalid_state()  # our own
+        return converted
+
+    def load_own_variables(self, store: Any) -> None:
+        """Read the variables from a file that this class wrote, or Keras's.
+
+        A scale that the policy could not use, such as the 0 or the infinity that
+        Keras's class can end with, is replaced by the policy's first, with a warning.
+        """
+        if not (
+            self.built and checkpoint.load_from_keras(self, self._variables, store)
+        ):
+            # Keras checks the count; it warns, and reads nothing, if that is wrong.
+            super().load_own_variables(store)
+        if self.built:
+            self._reset_invalid_state()
+
+    def _reset_invalid_state(self) -> None:
+        checkpoint.reset_invalid_state(self.policy, self._state_variables())
+
+    def _state_variables(self) -> tuple[Any, Any, Any]:
+        """Return the variables of the scale and its two counters."""
+        return self.dynamic_scale, self.step_counter, self.bad_steps
+
+    def _current_scale(self, method: str) -> Array:
+        """Return the current scale, never a constant of a traced program."""
+        scale = self.dynamic_scale.value if self.built else self.initial_scale
+        return require_current(method, scale)
+
+    def _check_built(self, method: str) -> None:
+        """Raise unless the variables exist."""
+        if not self.built:
+            message = (
+                f"To call `{method}`, {type(self).__name__} must be built (i.e. its "
+                "variables must have been created). You can build it via "
+                "`optimizer.build(trainable_variables)`."
+            )
+            raise StructureError(message)
+
+    def _read_headroom(self, replica_count: int = 1) -> Headroom:
+        """Return how large gradients may be for the inner optimizer."""
         return Headroom(self.inner_optimizer, self._elements, replica_count)
 
-    def _variables_of(
-        self, given: Sequence[Any], variables: Sequence[Any] | None
+    def _make_stateless_step(self) -> StatelessStep:
+        return StatelessStep(
+            self._variables,
+            self._trainable_variables,
+            self.inner_optimizer,
+            self.dynamic_scale,
+            self._read_headroom(),
+            self._advance,
+        )
+
+    def _find_variables(
+        self, grads: Sequence[Any], variables: Sequence[Any] | None
     ) -> Sequence[Any]:
         """Return the variables that gradients belong to; build on the first call."""
         if not self.built:
@@ -238,7 +440,7 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
                 raise StructureError(message)
             variables = list(variables)
             self.build(variables)
-        if not given:  # as in Keras, a step without gradients is a clean one
+        if not grads:  # as in Keras, a step without gradients is a finite one
             return []
         return self._trainable_variables if variables is None else list(variables)
 
@@ -248,30 +450,30 @@ class LossScaleOptimizer(Stateless, Files, keras.optimizers.LossScaleOptimizer):
         """Take the policy's step; assign the scale, the counters and the reasons.
 
         Args:
-            variables: What gradients were given for.
+            variables: The variables of the gradients.
             applied: Whether the update was made.
             reasons: If it was not, why, a number for each of the variables.
         """
-        places = (self.dynamic_scale, self.step_counter, self.bad_steps)
-        state = ScaleState(*(read(place) for place in places))
+        state_variables = self._state_variables()
+        state = ScaleState(*map(read, state_variables))
         overflow = gradients.is_overflow(reasons)
         too_large = ops.logical_not(ops.logical_or(applied, overflow))
         signal = Signal(applied, too_large=too_large)
-        self.skip_reasons.assign(self._in_place(reasons, variables))
-        moved = advance(self.policy, state, signal, where=where)
+        self.skip_reasons.assign(self._reasons_of_all(reasons, variables))
+        new_state = advance(self.policy, state, signal, where=where)
         total, consecutive = read(self.skipped_steps), read(self.consecutive_skips)
         self.last_scale.assign(state.scale)
         self.skipped_steps.assign(where(applied, total, total + 1))
         self.consecutive_skips.assign(where(applied, 0, consecutive + 1))
-        for place, value in zip(places, moved, strict=True):
-            place.assign(value)
+        for variable, value in zip(state_variables, new_state, strict=True):
+            variable.assign(value)
 
-    def _in_place(self, reasons: Array, variables: Sequence[Any]) -> Array:
-        """Return the reasons of some variables among those of all."""
-        known = self._trainable_variables
-        if len(variables) == len(known) and all(map(is_, variables, known)):
+    def _reasons_of_all(self, reasons: Array, variables: Sequence[Any]) -> Array:
+        """Return the reasons of some variables as reasons of all trainable ones."""
+        trainable = self._trainable_variables
+        if len(variables) == len(trainable) and all(map(is_, variables, trainable)):
             return reasons
-        numbers: list[Array] = [ops.zeros((), "int32")] * len(known)
-        for place, variable in enumerate(variables):
-            numbers[self._get_variable_index(variable)] = reasons[place]
+        numbers: list[Array] = [ops.zeros((), "int32")] * len(trainable)
+        for index, variable in enumerate(variables):
+            numbers[self._get_variable_index(variable)] = reasons[index]
         return ops.stack(numbers)

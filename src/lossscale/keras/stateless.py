@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's step on values: what JAX takes, and torch can."""
+"""Stateless apply: values in, values out; required on JAX, available on torch."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -10,141 +10,145 @@ from keras import ops
 from lossscale.core.state import Array
 from lossscale.errors import GradientError, SettingError, StructureError
 from lossscale.keras import gradients
+from lossscale.keras.backend import branch, read
 from lossscale.keras.headroom import Headroom
-from lossscale.keras.losses import Losses, check_count
-from lossscale.keras.operations import branch, read
-from lossscale.keras.tracing import would_be_frozen
+from lossscale.keras.tracing import would_become_constant
 
 
-class Stateless(Losses):
-    """A step that returns new values; `LossScaleOptimizer` has the rest."""
+class StatelessStep(NamedTuple):
+    """A step on values, with the parts of the optimizer that it needs."""
 
-    def _headroom(self, replica_count: int = 1) -> Headroom:
-        raise NotImplementedError
+    own_variables: Sequence[Any]
+    """The variables of the wrapper; those of the inner optimizer follow them."""
+    trainable_variables: Sequence[Any]
+    inner_optimizer: Any
+    dynamic_scale: Any
+    """The variable among the wrapper's that holds the scale."""
+    headroom: Headroom
+    advance: Callable[[Sequence[Any], Array, Array], None]
+    """Assigns the scale and the counters, given variables, `applied` and reasons."""
 
-    def _advance(
-        self, variables: Sequence[Any], applied: Array, reasons: Array
-    ) -> None:
-        raise NotImplementedError
-
-    def stateless_apply(
+    def run(
         self,
-        optimizer_variables: Sequence[Any],
-        grads: Sequence[Any],
-        trainable_variables: Sequence[Any],
+        optimizer_values: list[Any],
+        scaled_grads: list[Any],
+        trainable_values: list[Any],
+        *,
+        is_scaled: bool = True,
     ) -> tuple[list[Any], list[Any]]:
-        """Return the values of all variables after a step with scaled gradients.
+        """Return the values of all variables after a step.
 
         Args:
-            optimizer_variables: The current values of `optimizer.variables`.
-            grads: Scaled gradients, one for each variable; None where there is none.
-            trainable_variables: The current values of the variables.
-
-        Raises:
-            StructureError: If there are too many values of a kind or too few, or if the
-                optimizer is not built.
-            SettingError: On the TensorFlow backend, whose optimizers are stateful.
+            optimizer_values: The current values of the optimizer's variables.
+            scaled_grads: Gradients, one for each variable; None where there is none.
+            trainable_values: The current values of the trainable variables.
+            is_scaled: Whether the gradients are still scaled.
         """
-        self._check_built("stateless_apply")
-        if keras.backend.backend() == "tensorflow":
-            message = (
-                "stateless_apply is not supported with the TensorFlow backend: Keras's "
-                "optimizers have none there. Use optimizer.apply(grads, variables)."
-            )
-            raise SettingError(message)
-        check_count("optimizer_variables", optimizer_variables, self.variables)
-        check_count(
-            "trainable_variables", trainable_variables, self._trainable_variables
-        )
-        self._loop.takes_scaled(stateless=True)
-        return self._stateless_step(
-            list(optimizer_variables), list(grads), list(trainable_variables)
-        )
-
-    def _stateless_step(
-        self,
-        optimizer_variables: list[Any],
-        given: list[Any],
-        trainable_variables: list[Any],
-        *,
-        scaled: bool = True,
-    ) -> tuple[list[Any], list[Any]]:
-        """Take a step on values."""
-        variables = self._trainable_variables if given else []
-        gradients.check(given, variables)
-        own = len(self._variables)
-        weights = _as_tensors(trainable_variables, self._trainable_variables)
+        variables = self.trainable_variables if scaled_grads else []
+        gradients.validate(scaled_grads, variables)
+        count = len(self.own_variables)
+        weights = _as_tensors(trainable_values, self.trainable_variables)
         inner_values = _as_tensors(
-            optimizer_variables[own:], self.inner_optimizer.variables
+            optimizer_values[count:], self.inner_optimizer.variables
         )
-        mapping = list(zip(self._variables, optimizer_variables[:own], strict=True))
+        mapping = list(zip(self.own_variables, optimizer_values[:count], strict=True))
         with keras.StatelessScope(state_mapping=mapping) as scope:
             scale = read(self.dynamic_scale)
-            headroom = self._headroom()
 
             def unscale() -> list[Any]:
-                if not scaled:
-                    return given
-                return gradients.unscaled(given, variables, scale)
+                if not is_scaled:
+                    return scaled_grads
+                return gradients.unscale(scaled_grads, variables, scale)
 
             def update() -> tuple[list[Any], list[Any]]:
                 # Divided again, not taken from outside: XLA then fuses one division
                 # into the check and one into the update, and unscaled gradients are
                 # never written to memory.
-                fitted = gradients.fitted(unscale(), variables, headroom)
+                grads = gradients.cast_for_optimizer(
+                    unscale(), variables, self.headroom
+                )
                 results: tuple[list[Any], list[Any]] = (
-                    self.inner_optimizer.stateless_apply(inner_values, fitted, weights)
+                    self.inner_optimizer.stateless_apply(inner_values, grads, weights)
                 )
                 return results
 
-            reasons = gradients.reasons(unscale(), variables, headroom)
+            reasons = gradients.find_reasons(unscale(), variables, self.headroom)
             applied = ops.all(ops.equal(reasons, 0))
             new_weights, new_inner_values = branch(
                 applied, update, lambda: (weights, inner_values)
             )
-            self._advance(variables, applied, reasons)
-        own_values = [scope.get_current_value(each) for each in self._variables]
+            self.advance(variables, applied, reasons)
+        own_values = [scope.get_current_value(x) for x in self.own_variables]
         return new_weights, own_values + new_inner_values
 
-    def _apply_on_jax(
-        self, given: list[Any], variables: Sequence[Any], *, scaled: bool
+    def run_and_assign(
+        self, grads: list[Any], indices: list[int], *, is_scaled: bool
     ) -> None:
         """Take a step on the values of the variables, and assign the results.
 
-        Keras's class cannot: both sides of a branch are traced, and would assign.
+        For JAX outside `jit`. Keras's class cannot take one there: both sides of a
+        branch are traced, and would assign.
+
+        Args:
+            grads: Gradients of some variables.
+            indices: The position of each of these among the trainable variables.
+            is_scaled: Whether the gradients are still scaled.
+
+        Raises:
+            GradientError: If `jax.jit` traces.
+            StructureError: If a variable occurs twice.
         """
-        if would_be_frozen(self.dynamic_scale.value):
+        if would_become_constant(self.dynamic_scale.value):
             message = (
                 "apply was called while jax.jit traces: variables cannot be assigned "
                 "there. Use optimizer.stateless_apply(optimizer_variables, grads, "
                 "trainable_variables), which returns their new values."
             )
             raise GradientError(message)
-        self._check_variables_are_known(variables)
-        ordered = [None] * len(self._trainable_variables) if given else []
-        places = [self._get_variable_index(variable) for variable in variables]
-        if len(set(places)) < len(places):
+        if len(set(indices)) < len(indices):
             message = (
-                "apply was given a variable twice. Add its gradients up, and give it "
+                "apply was given a variable twice. Add its gradients up, and pass it "
                 "once."
             )
             raise StructureError(message)
-        for place, gradient in zip(places, given, strict=True):
-            ordered[place] = gradient
-        results = self._stateless_step(
-            [each.value for each in self.variables],
-            ordered,
-            [each.value for each in self._trainable_variables],
-            scaled=scaled,
+        all_grads: list[Any] = [None] * len(self.trainable_variables) if grads else []
+        for index, gradient in zip(indices, grads, strict=True):
+            all_grads[index] = gradient
+        optimizer_variables = [*self.own_variables, *self.inner_optimizer.variables]
+        results = self.run(
+            [variable.value for variable in optimizer_variables],
+            all_grads,
+            [variable.value for variable in self.trainable_variables],
+            is_scaled=is_scaled,
         )
-        targets = (self._trainable_variables, self.variables)
-        for kind, values in zip(targets, results, strict=True):
-            for variable, value in zip(kind, values, strict=True):
+        targets = (self.trainable_variables, optimizer_variables)
+        for variables, values in zip(targets, results, strict=True):
+            for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
 
 
+def check_backend() -> None:
+    """Raise on the TensorFlow backend, whose optimizers are stateful."""
+    if keras.backend.backend() == "tensorflow":
+        message = (
+            "stateless_apply is not supported with the TensorFlow backend: Keras's "
+            "optimizers have none there. Use optimizer.apply(grads, variables)."
+        )
+        raise SettingError(message)
+
+
+def check_count(name: str, values: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Raise unless there is one value for each variable."""
+    if len(values) != len(variables):
+        message = (
+            f"{name} must hold one value for each of {len(variables)} variables, got "
+            f"{len(values)}. Pass [v.value for v in ...] of the variables, in order."
+        )
+        raise StructureError(message)
+
+
 def _as_tensors(values: list[Any], variables: Sequence[Any]) -> list[Any]:
-    """Return values in their variables' dtypes; both sides of a branch must agree."""
+    """Return values in their variables' dtypes: both branches must have the same."""
     return [
         ops.convert_to_tensor(value, variable.dtype)
         for value, variable in zip(values, variables, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is a value now, and what stands for one in a program being traced."""
+"""Tell concrete values from tracers, on JAX and TensorFlow."""
 
 import keras
 
@@ -7,7 +7,7 @@ from lossscale.core.state import Array
 
 
 def is_concrete(value: Array) -> bool:
-    """Whether this is JAX, and the value is at hand: no tracer that stands for it."""
+    """Whether the backend is JAX and the value is an array, not a tracer."""
     if keras.backend.backend() != "jax":
         return False
     import jax  # noqa: PLC0415  # of this backend alone
@@ -15,11 +15,11 @@ def is_concrete(value: Array) -> bool:
     return not isinstance(value, jax.core.Tracer)
 
 
-def would_be_frozen(value: Array) -> bool:
+def would_become_constant(value: Array) -> bool:
     """Whether `jax.jit` is tracing, and `value` would become a constant in it.
 
     An array made inside `jit`, `scan` or `checkpoint` is a tracer. One made inside
-    plain `jax.grad` or `vmap` is not: there a value is as it is now.
+    plain `jax.grad` or `vmap` is not: there the current value is used.
     """
     if not is_concrete(value):
         return False
@@ -29,7 +29,7 @@ def would_be_frozen(value: Array) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether TensorFlow is tracing: what is called now is not called at every step."""
+    """Whether TensorFlow is tracing: calls made now are not made at every step."""
     if keras.backend.backend() != "tensorflow":
         return False
     import tensorflow as tf  # noqa: PLC0415  # of this backend alone

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TensorFlow adapter: the five verbs and the classic classes, alive again.
+"""The TensorFlow adapter: the functional API, and TensorFlow's loss-scale classes.
 
-Rooms: `verbs.py` (the five verbs), `leaves.py` (one gradient of any kind),
-`measurements.py`, `binding.py` (variables and graphs), `replicas.py` (distribution
-strategies), `classic.py` (managers and loss scales), `optimizer.py`, `wrapper.py` (the
-optimizer wrapper), `inner.py` (what it wraps) and `tf_keras.py`, which is imported when
-an optimizer of tf_keras is wrapped. It imports the core and TensorFlow, and no other
-adapter.
+functional.py         init, scale, unscale, update, select
+gradient.py           one gradient: dense, sparse or ragged
+measurements.py       what `unscale` measures when it is asked to
+classic.py            managers and loss scales on `tf.Variable`s
+optimizer.py          the optimizer wrapper under its classic names
+tf_keras.py           tf_keras's wrapper; imported for an optimizer of tf_keras
+wrapper.py            the training step of every wrapper
+wrapped_optimizer.py  the optimizers that they wrap
+binding.py            variables and graphs, for the classic classes
+graph_names.py        names of an optimizer's variables, as the originals'
+consensus.py          one decision for all replicas of a strategy
+tracing.py            keeps AutoGraph out of lossscale
+
+It imports the core and TensorFlow, and no other adapter.
 """
 
 from lossscale.core.optional import explain_missing
@@ -25,16 +33,16 @@ from lossscale.tensorflow.classic import (
     LossScaleManager,
     get,
 )
-from lossscale.tensorflow.optimizer import (
-    LossScaleOptimizer,
-    MixedPrecisionLossScaleOptimizer,
-)
-from lossscale.tensorflow.verbs import (
+from lossscale.tensorflow.functional import (
     init,
     scale,
     select,
     unscale,
     update,
+)
+from lossscale.tensorflow.optimizer import (
+    LossScaleOptimizer,
+    MixedPrecisionLossScaleOptimizer,
 )
 
 __all__ = [

@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TensorFlow lends to the classic classes: variables, graphs and replicas.
+"""What TensorFlow provides for the classic classes: variables, graphs and replicas.
 
 Eagerly everything happens at once. In a graph, a TF1 graph as well as one that
-`tf.function` traces, every change is an op, and one that must come after another
-waits for it by a control dependency. What a caller gets there is a boolean tensor: it
-can be evaluated, grouped, depended on, passed on and returned from a `tf.function`,
-where an op can not.
+`tf.function` traces, every change is an op, and an op that must come after another
+waits for it by a control dependency. There a caller gets a boolean tensor, which can be
+evaluated, grouped, depended on, passed on and returned from a `tf.function`; an op can
+not.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
-from lossscale.core import classic, trees
-from lossscale.core.policies import Policy
-from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core import classic
+from lossscale.core.state import Array, ScaleState
 from lossscale.errors import ContextError
-from lossscale.tensorflow import leaves, replicas, verbs
+from lossscale.tensorflow import consensus, functional
+from lossscale.tensorflow.gradient import unscale
 
 
-class _Cell:
+class _StateVariables:
     """A state kept in `tf.Variable`s, which belong to the graph they were made in."""
 
     def __init__(self, owner: str, variables: list[Any]) -> None:
@@ -51,9 +50,9 @@ class _Cell:
     def _check_graph(self) -> None:
         if _graph() is self._graph:
             return
-        made = "eagerly" if self._graph is None else "in another graph"
+        origin = "eagerly" if self._graph is None else "in another graph"
         message = (
-            f"This {self._owner} was made {made}: its variables cannot be used here. "
+            f"This {self._owner} was made {origin}: its variables cannot be used here. "
             "Make it in the graph it is used in, inside the same `with "
             "graph.as_default()` (in an Estimator: inside model_fn)."
         )
@@ -70,7 +69,7 @@ class _Binding:
         scale: classic.Variable,
         good: classic.Variable,
         bad: classic.Variable | None,
-    ) -> _Cell:
+    ) -> _StateVariables:
         name = type(owner).__name__
         if not tf.executing_eagerly() and _graph() is None:
             message = (
@@ -82,16 +81,19 @@ class _Binding:
         for kind, value in zip((scale, good, bad), state, strict=True):
             if kind is None:
                 continue
-            variable = tf.Variable(
+            # TensorFlow 1's constructor: in its graphs the other lists every copy of a
+            # mirrored variable for Savers, under one name.
+            variable = tf.compat.v1.Variable(
                 tf.constant(value, kind.dtype),
                 trainable=False,
                 name=kind.name,
                 dtype=kind.dtype,
+                use_resource=True,
             )
             # The attribute is what checkpoints find it by.
             setattr(owner, kind.name, variable)
             variables.append(variable)
-        return _Cell(name, variables)
+        return _StateVariables(name, variables)
 
     def constant(self, value: float) -> Array:
         return tf.constant(value, tf.float32)
@@ -100,36 +102,30 @@ class _Binding:
         number = tf.cast(tf.convert_to_tensor(value), tf.float32)
         return tf.ensure_shape(number, ())
 
-    def check_context(self, method: str) -> None:
-        replicas.check_cross_replica_context(method)
+    check_context = staticmethod(consensus.check_cross_replica_context)
+    across_replicas = staticmethod(consensus.call_across_replicas)
+    in_each_replica = staticmethod(consensus.call_in_each_replica)
+    all_finite = staticmethod(consensus.all_finite)
+    update = staticmethod(functional.update)
 
     def flag(self, finite: Any) -> Array:
         if isinstance(finite, tf.distribute.DistributedValues):
-            return replicas.agreed(finite)
-        return verbs.flag(finite)
-
-    def all_finite(self, grads: Any) -> Array:
-        return replicas.all_finite(grads)
-
-    def update(self, policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
-        return verbs.update(policy, state, signal)
+            return consensus.reduce_flags(finite)
+        return functional.to_flag(finite)
 
     def nothing(self) -> Any:
         return None if tf.executing_eagerly() else tf.constant(True)
 
     def scale_loss(self, loss: Any, loss_scale: Array) -> Any:
-        return verbs.scale(loss, ScaleState(loss_scale, 0, 0))
+        return functional.scale(loss, ScaleState(loss_scale, 0, 0))
 
     def unscale(self, grads: list[Any], loss_scale: Array) -> list[Any]:
-        # Whether they are finite is asked when they are applied.
-        checked = trees.map_leaves(partial(leaves.checked, "gradient"), grads)
-        return list(verbs.divided(checked, loss_scale))
-
-    def across_replicas(self, function: Callable[..., Any], *lists: list[Any]) -> Any:
-        return replicas.merge(function, *lists)
-
-    def in_each_replica(self, function: Callable[..., Any], *lists: list[Any]) -> Any:
-        return replicas.spread(function, *lists)
+        # Whether they are finite is checked when they are applied.
+        inverse = functional.invert(loss_scale)
+        return [
+            None if gradient is None else unscale(f"[{index}]", gradient, inverse)
+            for index, gradient in enumerate(grads)
+        ]
 
     def transaction(
         self,
@@ -146,8 +142,15 @@ class _Binding:
             return None
         # Branches that return ops and not tensors: under XLA a step is a tenth faster.
         # So the flag has a branch of its own, and is computed on skipped steps alone.
-        applied = tf.cond(permitted, lambda: _group(apply()), lambda: _group(skip()))
-        too_large = tf.cond(permitted, lambda: tf.constant(False), is_finite)
+        applied = tf.cond(
+            permitted,
+            lambda: _group(apply()),
+            lambda: _group(skip()),
+            name="apply_or_skip",
+        )
+        too_large = tf.cond(
+            permitted, lambda: tf.constant(False), is_finite, name="too_large"
+        )
         with tf.control_dependencies([applied]):
             return _after([applied, update(too_large)], permitted)
 
@@ -155,11 +158,11 @@ class _Binding:
         if tf.executing_eagerly():
             return self.flag(False if bool(condition) else ask()[1])
 
-        def asked() -> Array:
+        def run() -> Array:
             operation, flag = ask()
             return _after(operation, self.flag(flag))
 
-        return tf.cond(condition, lambda: tf.constant(False), asked)
+        return tf.cond(condition, lambda: tf.constant(False), run, name="unless")
 
 
 BINDING = _Binding()
@@ -168,25 +171,25 @@ BINDING = _Binding()
 def _graph() -> Any:
     """Return the graph that variables made here belong to; `None` is eager mode.
 
-    Inside a `tf.function` that is the world around it.
+    Inside a `tf.function` that is the context around it.
     """
     with tf.init_scope():
         return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _after(results: Any, value: Array) -> Array:
-    """Return a value that is known when everything in a nest has run."""
-    with tf.control_dependencies(_runnable(results)):
+    """Return a value that is known when all ops of a structure have run."""
+    with tf.control_dependencies(_list_ops(results)):
         return tf.identity(value)
 
 
 def _group(results: Any) -> Any:
-    """Return one op that runs everything in a nest that can be run."""
-    return tf.group(*_runnable(results))
+    """Return one op that runs all ops of a structure."""
+    return tf.group(*_list_ops(results))
 
 
-def _runnable(results: Any) -> list[Any]:
-    """Return the ops and tensors in a nest; optimizers return all kinds of things."""
+def _list_ops(results: Any) -> list[Any]:
+    """List the ops and tensors of what an optimizer returned, of whatever structure."""
     kinds = tf.Operation, tf.Tensor, tf.Variable
     # Under a strategy an assignment is one op for each copy of the variable.
     local = tf.distribute.get_strategy().experimental_local_results

@@ -11,23 +11,23 @@ from typing import Any, cast
 import tensorflow as tf
 
 from lossscale.core import classic
-from lossscale.tensorflow.autograph import unconverted_methods
 from lossscale.tensorflow.binding import BINDING
+from lossscale.tensorflow.tracing import skip_autograph_in
 
 
-class _Kind(ABCMeta, type(tf.Module)):  # type: ignore[misc]
+class _ModuleMeta(ABCMeta, type(tf.Module)):  # type: ignore[misc]
     """Both metaclasses: abstract methods, and a module's own."""
 
 
-class _Module(tf.Module, metaclass=_Kind):
-    """Something whose variables checkpoints and saved models find."""
+class _Module(tf.Module, metaclass=_ModuleMeta):
+    """A module: checkpoints and saved models find its variables."""
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
-        """Prepare the module here: a subclass of a user's need not call `__init__`."""
+        """Prepare the module here: a user's subclass need not call `__init__`."""
         del arguments, keywords
-        made = super().__new__(cls)
-        tf.Module.__init__(made)
-        return made
+        module = super().__new__(cls)
+        tf.Module.__init__(module)
+        return module
 
 
 class LossScaleManager(classic.LossScaleManager, _Module):
@@ -55,9 +55,9 @@ class LossScaleManager(classic.LossScaleManager, _Module):
 class LossScale(classic.LossScale, _Module):
     """A loss scale that can be called for its value and updated from gradients.
 
-    Subclass it for a strategy of your own; an optimizer honours whatever `update`
-    says about applying the gradients. Variables that a subclass keeps in attributes
-    are checkpointed with it.
+    Subclass it for a strategy of your own; an optimizer applies the gradients if
+    `update` says so. Variables that a subclass keeps in attributes are checkpointed
+    with it.
 
     Example:
         >>> import lossscale.tensorflow as ls
@@ -66,7 +66,7 @@ class LossScale(classic.LossScale, _Module):
     """
 
 
-@unconverted_methods("get_loss_scale", "update_loss_scale")
+@skip_autograph_in("get_loss_scale", "update_loss_scale")
 class FixedLossScaleManager(classic.FixedLossScaleManager, LossScaleManager):
     """A manager whose loss scale never changes.
 
@@ -79,11 +79,11 @@ class FixedLossScaleManager(classic.FixedLossScaleManager, LossScaleManager):
     _binding = BINDING
 
 
-@unconverted_methods("get_loss_scale", "update_loss_scale")
+@skip_autograph_in("get_loss_scale", "update_loss_scale")
 class ExponentialUpdateLossScaleManager(
     classic.ExponentialUpdateLossScaleManager, LossScaleManager
 ):
-    """A manager that grows after clean steps in a row and shrinks after bad steps.
+    """A manager that grows after finite steps in a row and shrinks after overflows.
 
     It keeps three variables, `loss_scale`, `good_steps` and `bad_steps`.
 
@@ -98,7 +98,7 @@ class ExponentialUpdateLossScaleManager(
     _binding = BINDING
 
 
-@unconverted_methods("__call__", "update", "update_from_finite")
+@skip_autograph_in("__call__", "update", "update_from_finite")
 class FixedLossScale(classic.FixedLossScale, LossScale):
     """A loss scale that never changes.
 
@@ -111,9 +111,9 @@ class FixedLossScale(classic.FixedLossScale, LossScale):
     _binding = BINDING
 
 
-@unconverted_methods("__call__", "update", "update_from_finite")
+@skip_autograph_in("__call__", "update", "update_from_finite")
 class DynamicLossScale(classic.DynamicLossScale, LossScale):
-    """A loss scale that doubles after clean steps and halves after a bad one.
+    """A loss scale that doubles after finite steps and halves after an overflow.
 
     It keeps two variables, `current_loss_scale` and `good_steps`.
 
@@ -134,7 +134,7 @@ class DynamicLossScale(classic.DynamicLossScale, LossScale):
 
 
 def get(identifier: Any) -> LossScale | None:
-    """Return the loss scale that a number, "dynamic", a LossScale or None stands for.
+    """Return the loss scale for a number, "dynamic", a LossScale or None.
 
     Raises:
         SettingError: For anything else (a ValueError).
@@ -144,5 +144,5 @@ def get(identifier: Any) -> LossScale | None:
         >>> ls.get(8)
         FixedLossScale(8.0)
     """
-    found = classic.get(identifier, FixedLossScale, DynamicLossScale)
-    return cast("LossScale | None", found)
+    loss_scale = classic.get(identifier, FixedLossScale, DynamicLossScale)
+    return cast("LossScale | None", loss_scale)

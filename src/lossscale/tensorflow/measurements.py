@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `unscale` measures beside finiteness, when it is asked to."""
+"""What `unscale` measures in addition to finiteness, when it is asked to."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from lossscale.core import trees
 from lossscale.core.state import Array
-from lossscale.tensorflow.leaves import values
+from lossscale.tensorflow.gradient import values_of
 
 _BITS = {
     # The integer of the same size, and the smallest normal number's bits.
@@ -18,10 +18,10 @@ _BITS = {
 }
 
 
-def measured(grads: Any, unscaled: Any, names: frozenset[str]) -> dict[str, Array]:
+def measure(grads: Any, unscaled: Any, names: frozenset[str]) -> dict[str, Array]:
     """Measure what was asked for; sums are kept in float64."""
-    scaled = [values(leaf) for _, leaf in trees.leaves(grads)]
-    divided = [values(leaf) for _, leaf in trees.leaves(unscaled)]
+    scaled = [values_of(leaf) for _, leaf in trees.leaves(grads)]
+    divided = [values_of(leaf) for _, leaf in trees.leaves(unscaled)]
     # float32, or float64 where a gradient is: its largest value may need it.
     number = tf.float64 if tf.float64 in [x.dtype for x in scaled] else tf.float32
     size = tf.maximum(_total([tf.size(x) for x in scaled]), 1)
@@ -36,8 +36,8 @@ def measured(grads: Any, unscaled: Any, names: frozenset[str]) -> dict[str, Arra
             ),
             number,
         ),
-        "zero_fraction": lambda: _share([_magnitude(x) < 1 for x in scaled], size),
-        "subnormal_fraction": lambda: _share([_subnormal(x) for x in scaled], size),
+        "zero_fraction": lambda: _fraction([_magnitude(x) < 1 for x in scaled], size),
+        "subnormal_fraction": lambda: _fraction([_subnormal(x) for x in scaled], size),
     }
     return {name: measures[name]() for name in sorted(names)}
 
@@ -52,8 +52,8 @@ def _count(flags: Array) -> Array:
     return tf.math.count_nonzero(flags)
 
 
-def _share(flags: list[Array], size: Array) -> Array:
-    """Return which share of all values has its flag set."""
+def _fraction(flags: list[Array], size: Array) -> Array:
+    """Return the fraction of all values whose flag is set."""
     return tf.cast(_total([_count(x) for x in flags]) / size, tf.float32)
 
 

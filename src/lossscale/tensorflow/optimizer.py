@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer wrapper under its classic names.
 
-What an instance is besides a `LossScaleOptimizer` depends on the optimizer inside:
-around one of tf_keras it is tf_keras's own wrapper, which `compile` looks for; around
-any other it is a `tf.compat.v1.train.Optimizer`.
+The second base of an instance depends on the optimizer inside: around an optimizer of
+tf_keras it is tf_keras's own wrapper, which `compile` expects; around any other it is
+`tf.compat.v1.train.Optimizer`.
 """
 
 import sys
@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from lossscale.core import classic, validation
 from lossscale.errors import SettingError, SettingTypeError
-from lossscale.tensorflow import inner
-from lossscale.tensorflow.autograph import unconverted_methods
+from lossscale.tensorflow import wrapped_optimizer
 from lossscale.tensorflow.classic import DynamicLossScale, FixedLossScale
-from lossscale.tensorflow.wrapper import Wrapper
+from lossscale.tensorflow.tracing import skip_autograph_in
+from lossscale.tensorflow.wrapper import OptimizerWrapper
 
 Scale: TypeAlias = classic.LossScaleManager | classic.LossScale | float | str
 
@@ -25,21 +25,21 @@ _SETTINGS = ("lr", "beta_1", "beta_2", "clipnorm", "global_clipnorm", "clipvalue
 """Settings of a Keras optimizer that are read and set through the wrapper."""
 
 
-@unconverted_methods(
+@skip_autograph_in(
     "compute_gradients",
     "apply_gradients",
     "minimize",
     "get_scaled_loss",
     "get_unscaled_gradients",
 )
-class LossScaleOptimizer(Wrapper):
+class LossScaleOptimizer(OptimizerWrapper):
     """An optimizer that scales its loss and never applies non-finite gradients.
 
     It wraps an optimizer of `tf.compat.v1.train`, of Keras 3 or of tf_keras, works
     eagerly, in graphs and in `tf.function`, and under distribution strategies, where
-    one bad replica makes the step bad for all. It can be put into a
-    `tf.train.Checkpoint`. Around an optimizer of tf_keras it is what tf_keras's
-    `compile` looks for, so `fit` scales the loss; around any other it is a
+    an overflow in one replica skips the step in all. It can be put into a
+    `tf.train.Checkpoint`. Around an optimizer of tf_keras it is an instance of
+    tf_keras's wrapper, so `fit` scales the loss; around any other it is a
     `tf.compat.v1.train.Optimizer`.
 
     Example:
@@ -55,7 +55,7 @@ class LossScaleOptimizer(Wrapper):
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
         """Choose the class by the optimizer."""
         opt = arguments[0] if arguments else keywords.get("opt")
-        return object.__new__(_derive(cls, _base_for(opt)))
+        return object.__new__(_derive(cls, _choose_base(opt)))
 
     @overload
     def __init__(
@@ -100,7 +100,7 @@ class LossScaleOptimizer(Wrapper):
                 optimizer) moves on a skipped step too, as in tf.keras from 2.3 on.
 
         Raises:
-            SettingError: If either argument is of another kind (a ValueError).
+            SettingError: If an argument is of another type (a ValueError).
         """
         validation.check_bool("count_skipped_steps", count_skipped_steps)
         if loss_scale is not None and loss_scale_manager is not None:
@@ -119,11 +119,11 @@ class LossScaleOptimizer(Wrapper):
         """Return the arguments as plain values, in the format of tf.keras 2.3.
 
         Raises:
-            SettingTypeError: If the optimizer is none of tf_keras, or if the scale is
-                a manager: these have no config.
+            SettingTypeError: If the optimizer is not of tf_keras, or if the scale is a
+                manager: these have no config.
         """
-        library = _tf_keras_of(self._optimizer)
-        if library is None:
+        tf_keras = _find_tf_keras(self._optimizer)
+        if tf_keras is None:
             message = (
                 f"A {type(self._optimizer).__name__} has no config that tf_keras reads."
                 " Wrap an optimizer of tf_keras.optimizers, or make this one again."
@@ -136,16 +136,16 @@ class LossScaleOptimizer(Wrapper):
             )
             raise SettingTypeError(message)
         config = {
-            "optimizer": library.optimizers.serialize(self._optimizer),
+            "optimizer": tf_keras.optimizers.serialize(self._optimizer),
             "loss_scale": {
                 "class_name": type(self._loss_scale).__name__,
                 "config": self._loss_scale.get_config(),
             },
         }
         options = {"skip_nonfinite": True, "count_skipped_steps": False}
-        given = {name: getattr(self, f"_{name}") for name in options}
+        values = {name: getattr(self, f"_{name}") for name in options}
         return config | {
-            name: value for name, value in given.items() if value != options[name]
+            name: value for name, value in values.items() if value != options[name]
         }
 
     @classmethod
@@ -161,28 +161,28 @@ class LossScaleOptimizer(Wrapper):
         Raises:
             SettingError: If a class of the config is not known.
         """
-        import tf_keras  # noqa: PLC0415  # the config is one of its
+        import tf_keras  # noqa: PLC0415  # it reads the config of the optimizer
 
         options = dict(config)
-        own = dict(custom_objects or {})
+        classes = dict(custom_objects or {})
         optimizer = options.pop("optimizer")
         if isinstance(optimizer, Mapping):
             optimizer = tf_keras.optimizers.deserialize(
-                dict(optimizer), own, use_legacy_format="module" not in optimizer
+                dict(optimizer), classes, use_legacy_format="module" not in optimizer
             )
-        scale = _scale_from_config(options.pop("loss_scale"), own)
+        scale = _make_scale(options.pop("loss_scale"), classes)
         return cls(optimizer, scale, **options)
 
     def _adopt(self, opt: Any) -> None:
         self._attach(opt)  # of the base that was chosen
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a setting on the wrapped optimizer; refuse what would be set in vain."""
+        """Set a setting on the wrapped optimizer; refuse one without effect here."""
         wrapped = self.__dict__.get("_optimizer")
         if name.startswith("_") or hasattr(type(self), name) or wrapped is None:
             super().__setattr__(name, value)
-        elif _passes(wrapped, name):
-            setattr(wrapped, _spelt(name), value)
+        elif _passes_through(wrapped, name):
+            setattr(wrapped, _get_current_name(name), value)
         elif hasattr(wrapped, name):
             message = (
                 f"{name} belongs to the optimizer inside; set it there: "
@@ -195,8 +195,8 @@ class LossScaleOptimizer(Wrapper):
     def __getattr__(self, name: str) -> Any:
         """Return a setting of the wrapped optimizer."""
         wrapped = self.__dict__.get("_optimizer")
-        if wrapped is not None and _passes(wrapped, name):
-            return getattr(wrapped, _spelt(name))
+        if wrapped is not None and _passes_through(wrapped, name):
+            return getattr(wrapped, _get_current_name(name))
         message = f"{type(self).__name__!r} object has no attribute {name!r}"
         raise AttributeError(message)
 
@@ -236,18 +236,18 @@ class MixedPrecisionLossScaleOptimizer(LossScaleOptimizer):
         super().__init__(opt, loss_scale, **options)
 
 
-class _InTensorFlow(tf.compat.v1.train.Optimizer):
-    """The class of a wrapper whose optimizer is none of tf_keras."""
+class _TensorFlowBase(tf.compat.v1.train.Optimizer):
+    """The second base of a wrapper whose optimizer is not of tf_keras."""
 
     _optimizer: Any
     _loss_scale: Any
 
     def _attach(self, opt: Any) -> None:
         tf.compat.v1.train.Optimizer.__init__(
-            self, use_locking=False, name=inner.name(opt)
+            self, use_locking=False, name=wrapped_optimizer.get_name(opt)
         )
         self._optimizer = opt
-        inner.mark(opt)
+        wrapped_optimizer.mark_as_wrapped(opt)
         # The name under which MixedPrecisionLossScaleOptimizer saved it.
         if isinstance(opt, tf.__internal__.tracking.Trackable):
             self._track_trackable(opt, "base_optimizer")
@@ -268,18 +268,20 @@ class _InTensorFlow(tf.compat.v1.train.Optimizer):
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
-        if not inner.is_keras(self._optimizer):
+        if not wrapped_optimizer.is_keras(self._optimizer):
+            name = wrapped_optimizer.get_name(self._optimizer)
             message = (
-                f"The learning rate of {inner.name(self._optimizer)} cannot be set: "
-                "optimizers of TensorFlow 1 take a tensor or variable for it when "
-                "they are made."
+                f"The learning rate of {name} cannot be set: optimizers of TensorFlow "
+                "1 take a tensor or variable for it when they are made."
             )
             raise AttributeError(message)
         self._optimizer.learning_rate = value
 
     def variables(self) -> list[Any]:
         """Return the variables of the wrapped optimizer and of the loss scale."""
-        return inner.variables(self._optimizer) + inner.variables(self._loss_scale)
+        return wrapped_optimizer.list_variables(
+            self._optimizer
+        ) + wrapped_optimizer.list_variables(self._loss_scale)
 
     def get_slot(self, var: Any, name: str) -> Any:
         """Return a slot variable of the wrapped optimizer."""
@@ -314,16 +316,21 @@ class _InTensorFlow(tf.compat.v1.train.Optimizer):
         TensorFlow 1. There they go as plain variables, which a step can use as well.
         """
         children: dict[str, Any] = super()._trackable_children(save_type, **keywords)
-        if save_type == "savedmodel" and not inner.is_keras(self._optimizer):
+        if save_type == "savedmodel" and not wrapped_optimizer.is_keras(
+            self._optimizer
+        ):
             children.pop("base_optimizer", None)
-            for index, variable in enumerate(inner.variables(self._optimizer)):
+            for index, variable in enumerate(
+                wrapped_optimizer.list_variables(self._optimizer)
+            ):
                 children[f"optimizer_variable_{index}"] = variable
         return children
 
 
-def _tf_keras_of(opt: Any) -> Any:
-    """Return the module tf_keras if an optimizer is one of its, else `None`."""
-    tf_keras = sys.modules.get("tf_keras")  # imported by whoever made the optimizer
+def _find_tf_keras(opt: Any) -> Any:
+    """Return the module tf_keras if it defines the optimizer, else `None`."""
+    # Where an optimizer of tf_keras exists, tf_keras is imported.
+    tf_keras = sys.modules.get("tf_keras")
     if tf_keras is None:
         return None
     kinds = tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer
@@ -331,17 +338,17 @@ def _tf_keras_of(opt: Any) -> Any:
 
 
 def _is_keras_3(opt: Any) -> bool:
-    names = {each.__module__.partition(".")[0] for each in type(opt).__mro__}
-    return "keras" in names
+    libraries = {kind.__module__.partition(".")[0] for kind in type(opt).__mro__}
+    return "keras" in libraries
 
 
-def _base_for(opt: Any) -> type:
-    """Return the class that a wrapper is besides a `LossScaleOptimizer`."""
-    if _tf_keras_of(opt) is None:
-        return _InTensorFlow
+def _choose_base(opt: Any) -> type:
+    """Return the second base of a wrapper around an optimizer."""
+    if _find_tf_keras(opt) is None:
+        return _TensorFlowBase
     from lossscale.tensorflow import tf_keras  # noqa: PLC0415  # imports the library
 
-    return tf_keras.base_for(opt)
+    return tf_keras.choose_base(opt)
 
 
 _derived: dict[tuple[type, type], type] = {}
@@ -352,47 +359,47 @@ def _derive(cls: type, base: type) -> type:
     if issubclass(cls, base):
         return cls
     if (cls, base) not in _derived:
-        _derived[cls, base] = _make(cls, base)
+        _derived[cls, base] = _make_class(cls, base)
     return _derived[cls, base]
 
 
-def _make(cls: type, base: type) -> type:
+def _make_class(cls: type, base: type) -> type:
     names = ("__module__", "__qualname__", "__doc__")
     derived = type(base)(
         cls.__name__, (cls, base), {name: getattr(cls, name) for name in names}
     )
-    if cls is LossScaleOptimizer and base is not _InTensorFlow:
+    if cls is LossScaleOptimizer and base is not _TensorFlowBase:
         from lossscale.tensorflow import tf_keras  # noqa: PLC0415  # imports the library
 
         tf_keras.register(derived)
     return derived
 
 
-def _passes(wrapped: Any, name: str) -> bool:
+def _passes_through(wrapped: Any, name: str) -> bool:
     """Whether a setting of an optimizer is read and set through its wrapper."""
     if name in getattr(wrapped, "_hyper", ()):
         return True
-    if not inner.is_keras(wrapped) or name not in _SETTINGS:
+    if not wrapped_optimizer.is_keras(wrapped) or name not in _SETTINGS:
         return False
     return name == "lr" or hasattr(wrapped, name)
 
 
-def _spelt(name: str) -> str:
-    """Return the name of a setting in the wrapped optimizer: `lr` is an old one."""
+def _get_current_name(name: str) -> str:
+    """Return the name of a setting in the wrapped optimizer; `lr` is an old name."""
     return "learning_rate" if name == "lr" else name
 
 
-def _scale_from_config(config: Any, custom_objects: Mapping[str, Any]) -> Any:
+def _make_scale(config: Any, custom_objects: Mapping[str, Any]) -> Any:
     """Return the loss scale of a config."""
     if not isinstance(config, Mapping):
         return config
     name = config["class_name"]
     known = {"FixedLossScale": FixedLossScale, "DynamicLossScale": DynamicLossScale}
-    found = custom_objects.get(name, known.get(name))
-    if found is None:
+    cls = custom_objects.get(name, known.get(name))
+    if cls is None:
         message = (
             f"The config has a loss scale of the class {name}, which is not known. "
             f"Pass custom_objects={{{name!r}: ...}}."
         )
         raise SettingError(message)
-    return found.from_config(config["config"])
+    return cls.from_config(config["config"])

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """tf_keras's `LossScaleOptimizer`: drop-ins for its classes, and bases for ours.
 
-Its wrapper is one of two classes, for legacy optimizers and for new ones. Everything
-that passes through it to the optimizer inside is tf_keras's: settings, weights, slots,
-checkpoints, configs. What it does with the loss, the gradients and the scale is ours.
+tf_keras has two wrapper classes, for legacy optimizers and for new ones. They pass
+settings, weights, slots, checkpoints and configs on to the optimizer inside; that part
+is tf_keras's here too. The part that handles the loss, the gradients and the scale is
+replaced.
 """
 
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import tensorflow as tf
 
@@ -16,7 +17,7 @@ try:
     import tf_keras
     from tf_keras.src.mixed_precision import loss_scale_optimizer as original
 except ModuleNotFoundError as error:
-    if error.name != "tf_keras":  # it is there, and something of its own is not
+    if error.name != "tf_keras":  # tf_keras is installed, a package it needs is not
         raise
     _message = (
         "lossscale.tensorflow.tf_keras needs tf_keras, which is not installed. Install "
@@ -25,11 +26,11 @@ except ModuleNotFoundError as error:
     raise MissingPackageError(_message) from None
 
 from lossscale.core.state import Array
-from lossscale.tensorflow.autograph import unconverted_methods
-from lossscale.tensorflow.wrapper import Wrapper
+from lossscale.tensorflow.tracing import skip_autograph_in
+from lossscale.tensorflow.wrapper import OptimizerWrapper
 
 
-class _InLegacy(original.LossScaleOptimizer):
+class _LegacyBase(original.LossScaleOptimizer):
     """The class of a wrapper around a legacy optimizer."""
 
     def _attach(self, opt: Any) -> None:
@@ -37,19 +38,19 @@ class _InLegacy(original.LossScaleOptimizer):
         original.LossScaleOptimizer.__init__(self, opt, False, 1.0)
 
 
-class _InNew(original.LossScaleOptimizerV3):
+class _NewBase(original.LossScaleOptimizerV3):
     """The class of a wrapper around a new optimizer."""
 
     def _attach(self, opt: Any) -> None:
         original.LossScaleOptimizerV3.__init__(self, opt, False, 1.0)
-        # What is saved is tracked by name; attributes are not tracked as well.
+        # The parts of a checkpoint are tracked by name, not as attributes too.
         self._self_setattr_tracking = False
 
 
-def base_for(opt: Any) -> type:
+def choose_base(opt: Any) -> type:
     """Return the base of a wrapper around an optimizer of tf_keras."""
     legacy = isinstance(opt, tf_keras.optimizers.legacy.Optimizer)
-    return _InLegacy if legacy else _InNew
+    return _LegacyBase if legacy else _NewBase
 
 
 def register(cls: type) -> None:
@@ -60,8 +61,8 @@ def register(cls: type) -> None:
     )(cls)
 
 
-class _Kind(original.LossScaleOptimizerMetaclass):
-    """Makes one of two classes, by the optimizer that is given."""
+class _DropInMeta(original.LossScaleOptimizerMetaclass):
+    """Instantiates one of two classes, chosen by the optimizer."""
 
     def __call__(cls, inner_optimizer: Any, *arguments: Any, **keywords: Any) -> Any:  # noqa: N805
         if cls is not BaseLossScaleOptimizer:
@@ -70,11 +71,11 @@ class _Kind(original.LossScaleOptimizerMetaclass):
             return LossScaleOptimizer(inner_optimizer, *arguments, **keywords)
         if isinstance(inner_optimizer, tf_keras.optimizers.Optimizer):
             return LossScaleOptimizerV3(inner_optimizer, *arguments, **keywords)
-        # It says what it expected.
+        # tf_keras's constructor raises, and says what it expected.
         return original.BaseLossScaleOptimizer(inner_optimizer)
 
 
-class BaseLossScaleOptimizer(original.BaseLossScaleOptimizer, metaclass=_Kind):
+class BaseLossScaleOptimizer(original.BaseLossScaleOptimizer, metaclass=_DropInMeta):
     """`tf_keras.mixed_precision.LossScaleOptimizer` with the same arguments.
 
     Around a legacy optimizer it makes a `LossScaleOptimizer`, around a new one a
@@ -89,29 +90,49 @@ class BaseLossScaleOptimizer(original.BaseLossScaleOptimizer, metaclass=_Kind):
     """
 
 
-class _DropIn(Wrapper):
+class _DropIn(OptimizerWrapper):
     """tf_keras's attributes, on one of our loss scales."""
 
+    _original: ClassVar[Any]
     _count_skipped_steps = True
     _skip_nonfinite = True
     _loss_scale: Any
     _track_trackable: Any
 
-    def _start(
-        self, original_class: Any, opt: Any, dynamic: Any, scale: Any, steps: Any
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
     ) -> None:
-        """Check the arguments as tf_keras does, and make a loss scale of ours."""
+        """Wrap an optimizer.
+
+        Args:
+            inner_optimizer: The optimizer of tf_keras to wrap.
+            dynamic: Whether the scale moves.
+            initial_scale: The scale to begin with; the scale, if it does not move.
+            dynamic_growth_steps: How many finite steps in a row double the scale.
+
+        Raises:
+            TypeError: If an argument is of another type.
+            ValueError: If arguments contradict each other.
+        """
+        loss_scale: Any
         if dynamic is True:
-            scale = 2.0**15 if scale is None else scale
-            steps = 2000 if steps is None else steps
-            chosen = self._dynamic_class(scale, steps)
-            original_class.__init__(self, opt, False, 1.0)
+            scale = 2.0**15 if initial_scale is None else initial_scale
+            steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
+            loss_scale = self._dynamic_class(scale, steps)
+            self._original.__init__(self, inner_optimizer, False, 1.0)
         else:
-            original_class.__init__(self, opt, dynamic, scale, steps)
-            chosen = self._fixed_class(float(scale))
-        self._loss_scale = chosen
+            # tf_keras's constructor checks the arguments.
+            self._original.__init__(
+                self, inner_optimizer, dynamic, initial_scale, dynamic_growth_steps
+            )
+            loss_scale = self._fixed_class(float(cast("float", initial_scale)))
+        self._loss_scale = loss_scale
         if dynamic is True:
-            self._track_trackable(chosen, "loss_scale")
+            self._track_trackable(loss_scale, "loss_scale")
 
     @property
     def dynamic(self) -> bool:
@@ -157,7 +178,7 @@ _METHODS = (
 
 
 @tf_keras.saving.register_keras_serializable("lossscale.tf_keras")
-@unconverted_methods(*_METHODS)
+@skip_autograph_in(*_METHODS)
 class LossScaleOptimizer(_DropIn, original.LossScaleOptimizer, BaseLossScaleOptimizer):
     """tf_keras's wrapper of a legacy optimizer, with the same arguments.
 
@@ -168,36 +189,11 @@ class LossScaleOptimizer(_DropIn, original.LossScaleOptimizer, BaseLossScaleOpti
         32768.0
     """
 
-    def __init__(
-        self,
-        inner_optimizer: Any,
-        dynamic: bool = True,
-        initial_scale: float | None = None,
-        dynamic_growth_steps: int | None = None,
-    ) -> None:
-        """Wrap an optimizer.
-
-        Args:
-            inner_optimizer: The legacy optimizer of tf_keras to wrap.
-            dynamic: Whether the scale moves.
-            initial_scale: The scale to begin with; the scale, if it does not move.
-            dynamic_growth_steps: How many finite steps in a row double the scale.
-
-        Raises:
-            TypeError: If an argument is of another kind.
-            ValueError: If arguments do not go together.
-        """
-        self._start(
-            original.LossScaleOptimizer,
-            inner_optimizer,
-            dynamic,
-            initial_scale,
-            dynamic_growth_steps,
-        )
+    _original = original.LossScaleOptimizer
 
 
 @tf_keras.saving.register_keras_serializable("lossscale.tf_keras")
-@unconverted_methods(*_METHODS)
+@skip_autograph_in(*_METHODS)
 class LossScaleOptimizerV3(
     _DropIn, original.LossScaleOptimizerV3, BaseLossScaleOptimizer
 ):
@@ -210,30 +206,8 @@ class LossScaleOptimizerV3(
         8.0
     """
 
-    @tf.__internal__.tracking.no_automatic_dependency_tracking
-    def __init__(
-        self,
-        inner_optimizer: Any,
-        dynamic: bool = True,
-        initial_scale: float | None = None,
-        dynamic_growth_steps: int | None = None,
-    ) -> None:
-        """Wrap an optimizer.
-
-        Args:
-            inner_optimizer: The new optimizer of tf_keras to wrap.
-            dynamic: Whether the scale moves.
-            initial_scale: The scale to begin with; the scale, if it does not move.
-            dynamic_growth_steps: How many finite steps in a row double the scale.
-
-        Raises:
-            TypeError: If an argument is of another kind.
-            ValueError: If arguments do not go together.
-        """
-        self._start(
-            original.LossScaleOptimizerV3,
-            inner_optimizer,
-            dynamic,
-            initial_scale,
-            dynamic_growth_steps,
-        )
+    _original = original.LossScaleOptimizerV3
+    # The parts of a checkpoint are tracked by name, not as attributes too.
+    __init__ = tf.__internal__.tracking.no_automatic_dependency_tracking(
+        _DropIn.__init__
+    )

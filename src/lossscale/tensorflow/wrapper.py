@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every optimizer wrapper on TensorFlow does, whatever class tf_keras expects.
+"""The training step of every optimizer wrapper on TensorFlow.
 
-Scale the loss, unscale the gradients, skip a step that overflowed. `optimizer.py` and
-`tf_keras.py` have the public classes.
+Scale the loss, unscale the gradients, apply them or skip the step. `optimizer.py` and
+`tf_keras.py` have the public classes, which differ in the class that tf_keras expects.
 """
 
 import warnings
@@ -14,13 +14,22 @@ import tensorflow as tf
 from lossscale.core import classic, headroom
 from lossscale.core.state import Array
 from lossscale.errors import SettingError, SettingTypeError, StructureError
-from lossscale.tensorflow import inner, leaves, replicas, verbs
-from lossscale.tensorflow.autograph import unconverted
+from lossscale.tensorflow import consensus, graph_names, wrapped_optimizer
 from lossscale.tensorflow.binding import BINDING
 from lossscale.tensorflow.classic import DynamicLossScale, FixedLossScale
+from lossscale.tensorflow.functional import all_true
+from lossscale.tensorflow.gradient import (
+    cast,
+    has_finite_values,
+    is_within,
+    upcast,
+    validate_leaf,
+    values_of,
+)
+from lossscale.tensorflow.tracing import skip_autograph
 
 
-class Wrapper(classic.LossScaleOptimizer):
+class OptimizerWrapper(classic.LossScaleOptimizer):
     """Wraps an optimizer of `tf.compat.v1.train`, of Keras 3 or of tf_keras."""
 
     _binding = BINDING
@@ -43,12 +52,12 @@ class Wrapper(classic.LossScaleOptimizer):
         With `get_unscaled_gradients` and `apply_gradients` it makes a training loop
         around a tape of one's own, as in tf.keras.
         """
-        self._loss_has_been_scaled = True
+        self._note_calls("_loss_has_been_scaled")
         return self._scaled(loss, self._current())
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
-        """Return gradients of a scaled loss divided by the scale; float16 widened."""
-        self._gradients_have_been_unscaled = True
+        """Return gradients of a scaled loss divided by the scale, in float32."""
+        self._note_calls("_gradients_have_been_unscaled")
         return self._binding.unscale(list(grads), self._current())
 
     def compute_gradients(
@@ -59,7 +68,7 @@ class Wrapper(classic.LossScaleOptimizer):
         tape: Any = None,
         **keywords: Any,
     ) -> list[tuple[Any, Any]]:
-        """Return unscaled gradients, in the dtype of their variables, with these.
+        """Return pairs of unscaled gradient and variable, both in the same dtype.
 
         Args:
             loss: The loss, or a callable that returns it. Eagerly a callable, unless
@@ -69,52 +78,28 @@ class Wrapper(classic.LossScaleOptimizer):
             tape: The `tf.GradientTape` that recorded a loss given as a tensor.
             **keywords: Anything else that an optimizer of TensorFlow 1 takes.
         """
-        self._loss_has_been_scaled = self._gradients_have_been_unscaled = True
+        self._note_calls("_loss_has_been_scaled", "_gradients_have_been_unscaled")
         if keywords.get("grad_loss") is not None:
-            # As wide as the scaled loss.
-            given = leaves.checked("grad_loss", "", keywords["grad_loss"])
-            keywords["grad_loss"] = leaves.widened(given)
-        if tape is None and not inner.is_keras(self._optimizer):
-            pairs = super().compute_gradients(loss, var_list, *arguments, **keywords)
-        else:
-            pairs = self._gradients_by_tape(
-                loss, var_list, tape, *arguments, **keywords
-            )
-        return [(_cast(grad, var), var) for grad, var in pairs]
-
-    def _gradients_by_tape(
-        self,
-        loss: Any,
-        var_list: Any,
-        tape: Any,
-        *arguments: Any,
-        grad_loss: Any = None,
-        **keywords: Any,
-    ) -> list[tuple[Any, Any]]:
-        """Compute gradients for an optimizer that has no method for it."""
-        if tape is None and not callable(loss):
-            message = (
-                "loss must be a callable, or come with the tape that recorded it: "
-                "minimize(loss, var_list=variables, tape=tape)."
-            )
-            raise SettingError(message)
-        if arguments or keywords:
-            message = (
-                f"{[*arguments, *keywords]} are arguments for optimizers of TensorFlow "
-                "1. With a Keras optimizer, or a tape, there are loss, var_list, tape "
-                "and grad_loss."
-            )
-            raise SettingTypeError(message)
+            # In the dtype of the scaled loss.
+            grad_loss = validate_leaf("grad_loss", "", keywords["grad_loss"])
+            keywords["grad_loss"] = upcast(grad_loss)
         scale = self._current()
-
-        def scaled_loss() -> Any:
-            value = loss() if callable(loss) else loss
-            return self._binding.scale_loss(value, scale)
-
-        pairs = inner.gradients(scaled_loss, var_list, tape, grad_loss)
-        unscaled = self._binding.unscale([gradient for gradient, _ in pairs], scale)
-        variables = [variable for _, variable in pairs]
-        return list(zip(unscaled, variables, strict=True))
+        if tape is None and not wrapped_optimizer.is_keras(self._optimizer):
+            pairs = self._optimizer.compute_gradients(
+                self._scaled(loss, scale), var_list, *arguments, **keywords
+            )
+        else:
+            _check_tape_arguments(loss, tape, arguments, keywords)
+            compute_loss = loss if callable(loss) else lambda: loss
+            pairs = wrapped_optimizer.compute_gradients_by_tape(
+                self._scaled(compute_loss, scale), var_list, tape, **keywords
+            )
+        gradients, variables = _split(pairs)
+        unscaled = self._binding.unscale(gradients, scale)
+        return [
+            (None if grad is None else cast(grad, _dtype_of(var, grad)), var)
+            for grad, var in zip(unscaled, variables, strict=True)
+        ]
 
     def apply_gradients(
         self, grads_and_vars: Iterable[Any], *arguments: Any, **keywords: Any
@@ -136,7 +121,7 @@ class Wrapper(classic.LossScaleOptimizer):
             **keywords: The same, by name.
 
         Returns:
-            `None` eagerly, an op in a graph.
+            `None` eagerly, a boolean tensor in a graph.
 
         Raises:
             ContextError: If called in cross-replica context (a ValueError).
@@ -146,22 +131,36 @@ class Wrapper(classic.LossScaleOptimizer):
             StructureError: If no variable has a gradient, or a gradient has another
                 shape than its variable (a ValueError).
         """
-        replicas.check_replica_context("apply_gradients")
-        pairs = [(_check(grad, var), var) for grad, var in grads_and_vars]
-        variables = [variable for _, variable in pairs]
-        if all(gradient is None for gradient, _ in pairs):
-            names = [getattr(variable, "name", variable) for variable in variables]
+        consensus.check_replica_context("apply_gradients")
+        grads_and_vars = [(grad, var) for grad, var in grads_and_vars]
+        all_variables = [var for _, var in grads_and_vars]
+        pairs = [
+            (_validate(grad, var), var)
+            for grad, var in grads_and_vars
+            if grad is not None
+        ]
+        if not pairs:
+            names = [getattr(variable, "name", variable) for variable in all_variables]
             message = (
                 f"There is no gradient for any of the variables {names}. Check that "
                 "the loss depends on them, and that it was computed inside the tape."
             )
             raise StructureError(message)
         self._check_calls(*arguments, **keywords)
-        dtypes = {_dtype_of(var, grad) for grad, var in pairs if grad is not None}
-        headroom.check_epsilon(self._optimizer, dtypes)
-        inner.build(self._optimizer, variables)
-        pairs, keywords = inner.aggregate(self._optimizer, pairs, keywords)
-        return super().apply_gradients(pairs, *arguments, **keywords)
+        headroom.check_epsilon(
+            self._optimizer, {_dtype_of(var, grad).name for grad, var in pairs}
+        )
+        wrapped_optimizer.create_variables(self._optimizer, all_variables)
+        pairs, keywords = wrapped_optimizer.aggregate_gradients(
+            self._optimizer, pairs, keywords
+        )
+
+        def step(gradients: list[Any], variables: list[Any]) -> Any:
+            if not tf.executing_eagerly():
+                graph_names.create_slots(self._optimizer, variables, self._loss_scale)
+            return self._step(gradients, variables, *arguments, **keywords)
+
+        return consensus.call_across_replicas(step, *_split(pairs))
 
     def minimize(
         self,
@@ -176,19 +175,29 @@ class Wrapper(classic.LossScaleOptimizer):
 
         Args:
             loss: As for `compute_gradients`.
-            global_step: Handed to the wrapped optimizer's `apply_gradients`. The
-                variables may stand here too, as in Keras's method.
+            global_step: Passed to the wrapped optimizer's `apply_gradients`. The
+                variables may be passed here too, as in Keras's method.
             var_list: As for `compute_gradients`.
-            name: Handed to the wrapped optimizer's `apply_gradients`.
+            name: Passed to the wrapped optimizer's `apply_gradients`.
             **keywords: As for `compute_gradients`.
         """
         is_step = isinstance(global_step, tf.Variable)
         if var_list is None and global_step is not None and not is_step:
             global_step, var_list = None, global_step
-        return super().minimize(loss, global_step, var_list, name=name, **keywords)
+        pairs = self.compute_gradients(loss, var_list, **keywords)
+        # Only what was given: Keras's optimizers count no steps in a global_step.
+        options = {"global_step": global_step, "name": name}
+        return self.apply_gradients(
+            pairs, **{key: value for key, value in options.items() if value is not None}
+        )
 
     def _check_optimizer(self, opt: Any) -> None:
-        inner.check(opt)
+        wrapped_optimizer.check_optimizer(opt)
+
+    def _note_calls(self, *names: str) -> None:
+        """Note that the loss was scaled, or that gradients were unscaled."""
+        # Past __setattr__, which asks the wrapped optimizer.
+        self.__dict__.update(dict.fromkeys(names, True))
 
     def _check_calls(self, global_step: Any = None, **_: Any) -> None:
         """Raise or warn if gradients arrive that have not been scaled and unscaled."""
@@ -196,10 +205,10 @@ class Wrapper(classic.LossScaleOptimizer):
             self._loss_has_been_scaled,
             self._gradients_have_been_unscaled,
         )
-        if not scaled and inner.is_step_of_tf_keras(global_step):
+        if not scaled and wrapped_optimizer.is_step_counter_of_tf_keras(global_step):
             message = (
-                "tf_keras's compile() was given an optimizer of tf.compat.v1.train, of "
-                "which it does not scale the loss. Wrap an optimizer of "
+                "tf_keras's compile() does not scale the loss for an optimizer of "
+                "tf.compat.v1.train. Wrap an optimizer of "
                 "tf_keras.optimizers, such as "
                 "LossScaleOptimizer(tf_keras.optimizers.Adam(), 'dynamic')."
             )
@@ -222,76 +231,102 @@ class Wrapper(classic.LossScaleOptimizer):
         replica_count = tf.distribute.get_strategy().num_replicas_in_sync
         addends = replica_count * headroom.accumulation_steps(self._optimizer)
 
-        def is_within(gradient: Any, dtype: str, elements: int) -> Array:
-            largest = headroom.largest_gradient(
-                self._optimizer, dtype, dtype, elements=elements, addends=addends
-            )
-            return leaves.is_within(gradient, largest, dtype, addends)
-
         def are_within(gradients: list[Any], variables: list[Any]) -> Array:
-            elements = sum(map(_size, variables))
-            return verbs.all_true(
-                is_within(gradient, _dtype_of(variable, gradient), elements)
-                for gradient, variable in zip(gradients, variables, strict=True)
-            )
+            elements = sum(map(_count_elements, variables))
+            bounds: dict[str, float] = {}
+            flags = []
+            for gradient, variable in zip(gradients, variables, strict=True):
+                dtype = _dtype_of(variable, gradient).name
+                if dtype not in bounds:
+                    bounds[dtype] = headroom.largest_gradient(
+                        self._optimizer,
+                        dtype,
+                        dtype,
+                        elements=elements,
+                        addends=addends,
+                    )
+                flags.append(is_within(gradient, bounds[dtype], dtype, addends))
+            return all_true(flags)
 
-        return replicas.in_all(are_within, gradients, variables)
+        return consensus.all_replicas(are_within, gradients, variables)
 
     def _are_finite(self, gradients: list[Any]) -> Array:
-        def are_finite(own: list[Any]) -> Array:
-            return verbs.all_true(map(leaves.has_finite_values, own))
+        def are_finite(gradients: list[Any]) -> Array:
+            return all_true(map(has_finite_values, gradients))
 
-        return replicas.in_all(are_finite, gradients)
+        return consensus.all_replicas(are_finite, gradients)
 
     def _prepare(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """Return gradients in the dtypes of their variables."""
-        return [(_cast(gradient, variable), variable) for gradient, variable in pairs]
+        """Return gradients in the dtypes of their variables.
+
+        Gradients are unscaled in float32; a float16 variable takes float16 ones.
+        """
+        return [(cast(grad, _dtype_of(var, grad)), var) for grad, var in pairs]
 
     def _skip(self, global_step: Any = None, *_: Any, **__: Any) -> Any:
         if not self._count_skipped_steps:
             return None
-        if inner.is_keras(self._optimizer):
-            return inner.advance(self._optimizer.iterations)
-        return None if global_step is None else inner.advance(global_step)
+        if wrapped_optimizer.is_keras(self._optimizer):
+            return wrapped_optimizer.count_step(self._optimizer.iterations)
+        return (
+            None if global_step is None else wrapped_optimizer.count_step(global_step)
+        )
 
 
-@unconverted
-def _check(gradient: Any, variable: Any) -> Any:
-    """Return a gradient as a tensor, or raise if it is none of its variable."""
-    if gradient is None:
-        return None
-    name = getattr(variable, "name", "")
-    checked = leaves.checked("gradient", name, gradient)
-    if getattr(variable, "dtype", None) is None:
-        return checked
-    shape, wanted = leaves.values(checked).shape, tf.TensorShape(variable.shape)
-    if isinstance(checked, tf.IndexedSlices):
-        shape, wanted = shape[1:], wanted[1:]
-    if not shape.is_compatible_with(wanted):
+def _split(pairs: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    """Return the gradients and the variables of pairs."""
+    gradients, variables = [], []
+    for gradient, variable in pairs:
+        gradients.append(gradient)
+        variables.append(variable)
+    return gradients, variables
+
+
+def _check_tape_arguments(
+    loss: Any, tape: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
+    """Raise unless gradients can be computed by a tape."""
+    if tape is None and not callable(loss):
         message = (
-            f"The gradient of {name} has the shape {shape}, and its variable {wanted}."
+            "loss must be a callable, or come with the tape that recorded it: "
+            "minimize(loss, var_list=variables, tape=tape)."
+        )
+        raise SettingError(message)
+    unknown = [*arguments, *(name for name in keywords if name != "grad_loss")]
+    if unknown:
+        message = (
+            f"{unknown} are arguments for optimizers of TensorFlow 1. With a Keras "
+            "optimizer, or a tape, there are loss, var_list, tape and grad_loss."
+        )
+        raise SettingTypeError(message)
+
+
+@skip_autograph
+def _validate(gradient: Any, variable: Any) -> Any:
+    """Return a gradient as a tensor, or raise if it does not fit its variable."""
+    name = getattr(variable, "name", "")
+    leaf = validate_leaf("gradient", name, gradient)
+    if getattr(variable, "dtype", None) is None:
+        return leaf
+    shape, expected = values_of(leaf).shape, tf.TensorShape(variable.shape)
+    if isinstance(leaf, tf.IndexedSlices):
+        shape, expected = shape[1:], expected[1:]
+    if not shape.is_compatible_with(expected):
+        message = (
+            f"The gradient of {name} has the shape {shape}, expected {expected}, the "
+            "shape of its variable."
         )
         raise StructureError(message)
-    return checked
+    return leaf
 
 
-def _cast(gradient: Any, variable: Any) -> Any:
-    """Return a gradient in the dtype of its variable.
-
-    Gradients are unscaled in float32; a float16 variable takes float16 ones.
-    """
-    if gradient is None:
-        return None
-    return leaves.cast(gradient, tf.as_dtype(_dtype_of(variable, gradient)))
+def _dtype_of(variable: Any, gradient: Any) -> Any:
+    """Return a variable's dtype; its gradient's where it has none."""
+    dtype = getattr(variable, "dtype", None) or values_of(gradient).dtype
+    return tf.as_dtype(dtype).base_dtype
 
 
-def _dtype_of(variable: Any, gradient: Any) -> str:
-    """Return the name of a variable's dtype; its gradient's where it has none."""
-    dtype = getattr(variable, "dtype", None) or leaves.values(gradient).dtype
-    return str(tf.as_dtype(dtype).base_dtype.name)
-
-
-def _size(variable: Any) -> int:
+def _count_elements(variable: Any) -> int:
     """Return how many numbers a variable holds; 1 where that is not known."""
     shape = tf.TensorShape(getattr(variable, "shape", ()))
     return shape.num_elements() or 1

@@ -99,7 +99,7 @@ def test_numbers_of_numpy_are_numbers():
     "numbers", [{"initial_scale": 8.0}, {"dynamic_growth_steps": 3}]
 )
 def test_a_policy_beside_the_numbers_of_keras_is_an_error(numbers):
-    with pytest.raises(SettingError, match="Give one or the other"):
+    with pytest.raises(SettingError, match="Pass one or the other"):
         LossScaleOptimizer(sgd(), policy=Dynamic(), **numbers)
 
 
@@ -117,7 +117,7 @@ def test_a_policy_that_starts_at_zero_is_an_error():
         def step(self, state, signal, *, where):
             return state
 
-    with pytest.raises(SettingError, match="starts with a state of no use"):
+    with pytest.raises(SettingError, match="first state of the policy"):
         LossScaleOptimizer(sgd(), policy=Zero())
 
 

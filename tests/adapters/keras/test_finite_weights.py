@@ -1,4 +1,4 @@
-"""Whatever gradients come, weights stay finite; Keras's own class beside it."""
+"""Whatever gradients come, weights stay finite; compared with Keras's own class."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Training with `fit`, under `mixed_float16`, and what Keras has beside it."""
+"""Training with `fit`, under `mixed_float16`, and Keras's callbacks with it."""
 
 import csv
 
@@ -94,9 +94,9 @@ def test_train_on_batch_takes_a_step():
     model.train_on_batch(np.full_like(ROWS, np.inf), TARGETS)
     assert 1 == numpy(model.optimizer.iterations)
     assert 8.0 == numpy(model.optimizer.dynamic_scale)
-    facts = model.optimizer.last_step
-    assert numpy(facts.skipped)
-    assert 16.0 == numpy(facts.scale)
+    report = model.optimizer.last_step
+    assert numpy(report.skipped)
+    assert 16.0 == numpy(report.scale)
 
 
 def test_the_logs_say_what_happened_in_each_epoch(tmp_path):
@@ -148,7 +148,7 @@ def test_the_logs_of_every_few_batches_have_it_too():
 
 
 @only_on("tensorflow", "jax")
-def test_several_steps_in_one_call_are_looked_at_once():
+def test_several_steps_in_one_call_are_logged_once():
     policy = Dynamic(init_scale=8.0, growth_interval=2)
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.001), policy=policy)
     model = network(optimizer, steps_per_execution=4)
@@ -181,10 +181,10 @@ def test_the_logger_needs_this_optimizer():
 
 
 @only_on("jax")
-def test_facts_read_while_fit_on_jax_holds_the_variables_are_an_error():
+def test_a_report_read_while_fit_on_jax_holds_the_variables_is_an_error():
     class Reader(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            with pytest.raises(StructureError, match=r"self\.model hands them back"):
+            with pytest.raises(StructureError, match=r"self\.model returns them"):
                 _ = optimizer.last_step
             self.seen = numpy(self.model.optimizer.last_step.scale)
 

@@ -178,9 +178,21 @@ def test_zero_and_small_gradients_leave_float16_weights_finite(name, settings):
     assert np.isfinite(steps.weights()[0]).all()
 
 
-def test_an_epsilon_that_float32_has_is_taken():
-    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.01, epsilon=1e-8))
-    optimizer.build([keras.Variable(np.ones(2))])
+def test_an_epsilon_that_float32_has_divides_as_in_an_unwrapped_optimizer():
+    def train(optimizer, scale):
+        variable = keras.Variable(np.ones(2, np.float32))
+        gradient = keras.ops.convert_to_tensor(np.float32([0.0, 1e-7]) * scale)
+        for _ in range(3):
+            optimizer.apply([gradient], [variable])
+        return numpy(variable).tolist()
+
+    def make_adam():
+        return keras.optimizers.Adam(0.01, epsilon=1e-8)
+
+    scale = np.float32(8.0)
+    expected = train(make_adam(), np.float32(1.0))
+    assert 1.0 == expected[0] > expected[1]
+    assert expected == train(LossScaleOptimizer(make_adam(), float(scale)), scale)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -402,7 +402,7 @@ def test_a_file_is_loaded_inside_the_scope_of_two_replicas(tmp_path):
 
 
 def test_a_last_batch_of_another_size_is_no_mixed_loop():
-    """It traces anew where the loss is scaled, and not where gradients are unscaled."""
+    """Its trace calls get_scaled_loss again, and get_unscaled_gradients not again."""
     optimizer = LossScaleOptimizer(descent(), 8.0)
     weight = keras.Variable([1.0])
     optimizer.build([weight])

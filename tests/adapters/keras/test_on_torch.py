@@ -49,16 +49,16 @@ def test_a_step_waits_for_the_device_once_and_keras_own_twice():
     assert 1 == waits(Original, np.inf)
 
 
-def test_scaling_the_loss_and_the_facts_do_not_wait():
+def test_scaling_the_loss_and_the_report_do_not_wait():
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0)
     optimizer.build([keras.Variable(np.ones(3, np.float32))])
     loss = torch.ones(())
     with Waits() as mode:
         optimizer.scale_loss(loss)
-        facts = optimizer.last_step
+        report = optimizer.last_step
     assert 0 == mode.count
     with Waits() as mode:
-        int(facts.skipped_steps)
+        int(report.skipped_steps)
     assert 1 == mode.count
 
 

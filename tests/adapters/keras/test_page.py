@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.keras_backend import BACKEND, QUIET, keras
+from helpers.keras_backend import BACKEND, QUIET, keras, numpy
 from helpers.limits import HANG_SECONDS
 
 from lossscale.keras import LossScaleOptimizer
@@ -29,7 +29,7 @@ def test_the_page_has_a_loop_for_each_backend():
 
 
 @pytest.mark.parametrize("name", sorted(BLOCKS))
-def test_the_block_of_this_backend_runs(name, tmp_path, monkeypatch):
+def test_the_block_of_this_backend_trains_or_restores(name, tmp_path, monkeypatch):
     if name not in {BACKEND, "every backend"}:
         pytest.skip(f"needs the {name} backend, this is {BACKEND}")
     monkeypatch.chdir(tmp_path)
@@ -47,12 +47,24 @@ def test_the_block_of_this_backend_runs(name, tmp_path, monkeypatch):
         "targets": targets,
     }
     exec(compile(BLOCKS[name], f"keras.md: {name}", "exec"), names)  # noqa: S102
+    if name == "every backend":
+        loaded = names["again"].optimizer
+        assert LossScaleOptimizer is type(loaded)
+        for expected, found in zip(
+            model.optimizer.variables, loaded.variables, strict=True
+        ):
+            np.testing.assert_array_equal(numpy(expected), numpy(found))
+    else:
+        losses = names["losses"]
+        assert 20 == len(losses)
+        assert np.isfinite(losses).all()
+        assert losses[-1] < losses[0]
 
 
 def test_the_example_learns_in_float16_with_a_scale_alone():
     finished = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "train_keras.py")],
-        # torch's threads wait for each other in a loop: slow beside other tests.
+        # torch's threads wait for each other in a loop: slow while other tests run.
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""Single steps and sequences, beside Keras's own class and beside NumPy."""
+"""Single steps and sequences, compared with Keras's own class and with NumPy."""
 
 import random
 
@@ -175,7 +175,7 @@ def test_the_variables_keep_the_names_and_dtypes_of_keras():
     assert [variable.name for variable in theirs.variables][:4] == names[:4]
 
 
-def test_the_facts_of_the_last_step_are_there():
+def test_the_report_tells_the_last_step():
     policy = Dynamic(init_scale=8.0, growth_interval=2, hysteresis=2)
     steps = Steps(descent(policy=policy), START)
     expected = {
@@ -186,24 +186,24 @@ def test_the_facts_of_the_last_step_are_there():
         "good again": (False, 8.0, 1, 0, 2, 0),
     }
     kept = []
-    for gradient, facts in zip(
+    for gradient, report in zip(
         (GRADIENT, GRADIENT, BAD, BAD, GRADIENT), expected.values(), strict=True
     ):
         steps.step(gradient)
         kept.append(steps.optimizer.last_step)
-        assert facts == tuple(numpy(value).item() for value in kept[-1][:6])
+        assert report == tuple(numpy(value).item() for value in kept[-1][:6])
     # What was read is a record: later steps do not change it.
     assert list(expected.values()) == [
-        tuple(numpy(value).item() for value in facts[:6]) for facts in kept
+        tuple(numpy(value).item() for value in report[:6]) for report in kept
     ]
 
 
-def test_before_any_step_the_facts_are_those_of_the_policy():
+def test_before_any_step_the_report_is_that_of_the_policy():
     optimizer = descent(initial_scale=8.0)
     assert (False, 8.0, 0, 0, 0, 0) == optimizer.last_step[:6]
     optimizer.build([keras.Variable(START)])
-    facts = tuple(numpy(value).item() for value in optimizer.last_step[:6])
-    assert (False, 8.0, 0, 0, 0, 0) == facts
+    report = tuple(numpy(value).item() for value in optimizer.last_step[:6])
+    assert (False, 8.0, 0, 0, 0, 0) == report
     assert optimizer.last_step.reason is None
 
 

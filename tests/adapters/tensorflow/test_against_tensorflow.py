@@ -1,9 +1,9 @@
 """The installed originals and ours, side by side on the same random steps.
 
-`tf.compat.v1.mixed_precision` and tf_keras still have live classes. Settings, nests of
-gradients and overflows are drawn at random from fixed seeds, and everything that can
-be read is compared bit for bit after every step. The last tests show what is meant to
-differ.
+`tf.compat.v1.mixed_precision` and tf_keras still have live classes. Settings,
+structures of gradients and overflows are drawn at random from fixed seeds, and
+everything that can be read is compared bit for bit after every step. The last tests
+show what is meant to differ.
 """
 
 import random
@@ -37,11 +37,11 @@ def random_settings(rng, multipliers=POWERS + OTHERS):
     )
 
 
-def random_nest(rng, depth=0):
-    """Return a function that makes a nest of gradients around one value."""
+def random_structure(rng, depth=0):
+    """Return a function that makes a structure of gradients around one value."""
     kind = rng.choice(("leaf", "leaf", "sparse", "list", "tuple", "dict"))
     if depth < 2 and kind in {"list", "tuple", "dict"}:
-        parts = [random_nest(rng, depth + 1) for _ in range(rng.randint(1, 3))]
+        parts = [random_structure(rng, depth + 1) for _ in range(rng.randint(1, 3))]
         others = [rng.choice((None, None, np.ones(2, np.float32))) for _ in range(2)]
         if kind == "dict":
             return lambda x: (
@@ -92,25 +92,25 @@ def test_a_thousand_random_sequences_eagerly():
             ls.DynamicLossScale(**config),
         )
         assert theirs.get_config() == ours.get_config()
-        nest = random_nest(rng)
+        structure = random_structure(rng)
         flags = overflow_pattern(rng, rng.randint(3, 6))
         for value in values_for(rng, flags):
-            grads = nest(np.float32(value))
+            grads = structure(np.float32(value))
             expected = state_of(theirs, theirs.update(grads))
             update = ours.update(grads)
             assert update[0] is None
             assert expected == state_of(ours, update), (config, flags)
 
 
-def abreast(loss_scales, nests):
-    """Return a function that updates many loss scales, each from its own nest."""
+def abreast(loss_scales, structures):
+    """Return a function that updates many loss scales, each from its own structure."""
 
     @tf.function(autograph=False)
     def step(values):
         found = []
-        pairs = zip(loss_scales, nests, tf.unstack(values), strict=True)
-        for loss_scale, nest, value in pairs:
-            update, should_apply = loss_scale.update(nest(value))
+        pairs = zip(loss_scales, structures, tf.unstack(values), strict=True)
+        for loss_scale, structure, value in pairs:
+            update, should_apply = loss_scale.update(structure(value))
             with tf.control_dependencies([update]):
                 good = getattr(loss_scale, "_num_good_steps", None)
                 good = loss_scale.good_steps if good is None else good
@@ -137,12 +137,12 @@ def test_a_thousand_random_sequences_in_functions():
     rng = random.Random(12)
     lanes = 50
     configs = [random_settings(rng, POWERS) for _ in range(lanes)]
-    nests = [random_nest(rng) for _ in range(lanes)]
+    structures = [random_structure(rng) for _ in range(lanes)]
     pair = [
         [make(**config) for config in configs]
         for make in (originals.DynamicLossScale, ls.DynamicLossScale)
     ]
-    steps = [abreast(loss_scales, nests) for loss_scales in pair]
+    steps = [abreast(loss_scales, structures) for loss_scales in pair]
     for _ in range(20):
         scales = [random_settings(rng)["initial_loss_scale"] for _ in range(lanes)]
         for loss_scales in pair:
@@ -158,10 +158,10 @@ def test_a_function_divides_as_the_original_does_eagerly():
     rng = random.Random(13)
     lanes = 40
     configs = [random_settings(rng, OTHERS) for _ in range(lanes)]
-    nests = [random_nest(rng) for _ in range(lanes)]
+    structures = [random_structure(rng) for _ in range(lanes)]
     theirs = [originals.DynamicLossScale(**config) for config in configs]
     ours = [ls.DynamicLossScale(**config) for config in configs]
-    step = abreast(ours, nests)
+    step = abreast(ours, structures)
     for _ in range(5):
         scales = [random_settings(rng)["initial_loss_scale"] for _ in range(lanes)]
         restart(theirs, scales)
@@ -181,7 +181,7 @@ def test_fixed_scales_are_told_apart_by_nothing():
     for _ in range(100):
         value = rng.choice((1, 1.0, 3.3, 1000, 2.0**15, 3e38))
         theirs, ours = originals.FixedLossScale(value), ls.FixedLossScale(value)
-        grads = random_nest(rng)(np.float32(rng.choice((1.0, *BAD_VALUES))))
+        grads = random_structure(rng)(np.float32(rng.choice((1.0, *BAD_VALUES))))
         assert theirs.update(grads) == ours.update(grads) == (None, True)
         assert float(theirs()) == float(ours())
         assert (theirs.get_config(), repr(theirs)) == (ours.get_config(), repr(ours))

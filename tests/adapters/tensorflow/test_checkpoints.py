@@ -24,7 +24,7 @@ kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
 
 
 def moved(loss_scale):
-    """Take three steps: 8 doubles, halves, and one good step is counted."""
+    """Take three steps: 8 doubles, halves, and one finite step is counted."""
     for gradient in (1.0, 1.0, np.nan, 1.0):
         loss_scale.update([tf.constant(gradient, tf.float32)])
     return loss_scale

@@ -16,7 +16,7 @@ HUGE = 1.8e19
 """Its square is finite in float32, and that of twice as much is not."""
 
 
-def verdict(mode, build_gradient, value, scale=1.0):
+def is_finite_step(mode, build_gradient, value, scale=1.0):
     """Return whether `unscale` finds a gradient, made from a value, finite."""
 
     def build():
@@ -40,8 +40,8 @@ def test_the_values_of_sparse_gradients_are_checked(mode, value, dense_shape):
     def made(x):
         return slices(x, dense_shape=dense_shape)
 
-    assert not verdict(mode, made, value)
-    assert verdict(mode, made, 1.0)
+    assert not is_finite_step(mode, made, value)
+    assert is_finite_step(mode, made, 1.0)
 
 
 @every_mode
@@ -54,15 +54,15 @@ def test_rows_of_the_same_index_must_be_squarable_as_a_sum(mode):
     def apart(x):
         return tf.IndexedSlices(tf.stack([x, 0.0, x]), tf.constant([3, 1, 2]))
 
-    assert not verdict(mode, doubled, HUGE)
-    assert verdict(mode, doubled, HUGE / 2)
-    assert verdict(mode, apart, HUGE)
+    assert not is_finite_step(mode, doubled, HUGE)
+    assert is_finite_step(mode, doubled, HUGE / 2)
+    assert is_finite_step(mode, apart, HUGE)
 
     def shuffled(x):
         return tf.IndexedSlices(tf.stack([x, 0.0, x]), tf.constant([3, 1, 3]))
 
-    assert not verdict(mode, shuffled, HUGE)
-    assert verdict(mode, shuffled, HUGE / 2)
+    assert not is_finite_step(mode, shuffled, HUGE)
+    assert is_finite_step(mode, shuffled, HUGE / 2)
 
 
 def test_a_sparse_gradient_without_rows_is_finite():
@@ -102,8 +102,8 @@ def test_ragged_gradients_are_checked_by_their_values_and_stay_ragged(mode):
     def made(x):
         return tf.RaggedTensor.from_row_lengths(tf.stack([x, 1.0, 2.0]), [1, 0, 2])
 
-    assert verdict(mode, made, 1.0)
-    assert not verdict(mode, made, np.nan)
+    assert is_finite_step(mode, made, 1.0)
+    assert not is_finite_step(mode, made, np.nan)
     if mode == "eager":
         (found,), _ = ls.unscale([made(tf.constant(8.0))], ls.init(Fixed(4.0)))
         assert [[2.0], [], [0.25, 0.5]] == found.to_list()
@@ -120,8 +120,8 @@ def test_one_bad_value_among_mixed_dtypes_is_enough(mode, bad, place):
         ones[place] = tf.cast(tf.stack([1.0, x]), kinds[place])
         return {"a": [ones[0], None], "b": (ones[1], {"c": ones[2:]})}
 
-    assert not verdict(mode, made, bad)
-    assert verdict(mode, made, 1.0)
+    assert not is_finite_step(mode, made, bad)
+    assert is_finite_step(mode, made, 1.0)
 
 
 @every_mode

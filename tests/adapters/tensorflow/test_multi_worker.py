@@ -65,7 +65,7 @@ def seen():
     return run_workers()
 
 
-# Who has a NaN: nobody, the second worker, nobody, nobody, the first worker.
+# NaN in: no worker, the second, none, none, the first.
 # Momentum 0.5 makes steps of 1, 1.5 and 1.75; a skipped step leaves no trace.
 EXPECTED = [[9.0, 8.0], [9.0, 4.0], [7.5, 4.0], [5.75, 8.0], [5.75, 4.0]]
 

@@ -8,6 +8,7 @@ from helpers.tensorflow_optimizers import value
 
 import lossscale.tensorflow as ls
 from lossscale.errors import SettingError, SettingTypeError
+from lossscale.tensorflow import tf_keras as drop_in
 
 v1 = tf.compat.v1
 KINDS = {
@@ -273,3 +274,43 @@ def test_an_optimizer_of_tf_keras_is_saved_with_its_model(kind, suffix, tmp_path
     loaded = tf_keras.models.load_model(path)
     assert isinstance(loaded.optimizer, ls.LossScaleOptimizer)
     assert 1 == value(loaded.optimizer.iterations)
+
+
+DROP_INS = {
+    "theirs": tf_keras.mixed_precision.LossScaleOptimizer,
+    "ours": drop_in.BaseLossScaleOptimizer,
+}
+
+
+@pytest.mark.parametrize("settings", [(True, 8.0, 2), (False, 4.0)])
+def test_the_drop_in_takes_the_steps_of_tf_keras_s_own_class(optimizers, settings):
+    seen = {}
+    for name, cls in DROP_INS.items():
+        weight = tf.Variable(1.0)
+        optimizer = cls(optimizers.SGD(0.5), *settings)
+        seen[name] = [optimizer.initial_scale, optimizer.dynamic_growth_steps]
+        for gradient in (1.0, 2.0, 1.0):
+            optimizer.get_scaled_loss(tf.constant(1.0))
+            (unscaled,) = optimizer.get_unscaled_gradients([tf.constant(gradient)])
+            optimizer.apply_gradients([(unscaled, weight)])
+            counter = optimizer.dynamic_counter
+            numbers = weight, optimizer.loss_scale, optimizer.iterations
+            seen[name] += [*map(value, numbers), counter and value(counter)]
+    assert seen["theirs"] == seen["ours"]
+
+
+@pytest.mark.parametrize("settings", [(1,), (False,), (False, 8.0, 2)])
+def test_the_drop_in_refuses_arguments_as_tf_keras_s_own_class_does(
+    optimizers, settings
+):
+    errors = []
+    for cls in DROP_INS.values():
+        with pytest.raises((TypeError, ValueError)) as raised:
+            cls(optimizers.SGD(), *settings)
+        errors.append((raised.type, str(raised.value)))
+    assert errors[0] == errors[1]
+
+
+def test_the_drop_in_refuses_a_fixed_scale_of_0(optimizers):
+    with pytest.raises(SettingError, match="1 or more, got 0"):
+        drop_in.BaseLossScaleOptimizer(optimizers.SGD(), False, 0)

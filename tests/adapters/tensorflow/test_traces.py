@@ -1,7 +1,7 @@
 """The recorded originals, replayed bit for bit on TensorFlow in every mode.
 
 Every row of every file is replayed exactly, or refused when the object is made, or
-different for a reason that stands here; `ROWS` says how many of each.
+different for a reason that is written here; `ROWS` says how many of each.
 """
 
 import itertools
@@ -575,7 +575,7 @@ def test_keras_3_is_followed_as_far_as_its_scale_is_a_normal_number():
 
 
 def value_of(tagged):
-    """Return the Python value that a type-tagged input stands for."""
+    """Return the Python value that a type-tagged input represents."""
     ((kind, value),) = tagged.items()
     if kind.startswith("np."):
         return getattr(np, kind[3:])(value)
@@ -584,7 +584,7 @@ def value_of(tagged):
 
 
 def gradients_of(tagged):
-    """Return a nest of gradients; its tensors belong to the graph of this moment."""
+    """Return a structure of gradients; its tensors belong to the current graph."""
     if "tensor" in tagged:
         values = np.asarray(tagged["tensor"], dtype=object)
         numbers = np.vectorize(float, otypes=[float])(values) if values.size else values
@@ -675,7 +675,7 @@ def flagged(case, here):
 
 
 def updated(case, here):
-    """Return what ours makes of a nest of gradients."""
+    """Return what ours makes of a structure of gradients."""
     if case["kind"].startswith("Fixed"):
         operation, should_apply = ls.FixedLossScale(8).update(
             gradients_of(case["input"])

@@ -11,7 +11,7 @@ import tf_keras
 import lossscale.tensorflow as ls
 
 INDEX = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-NOBODY = -1
+NO_WORKER = -1
 STRATEGY = tf.distribute.MultiWorkerMirroredStrategy()
 MOMENTUM = {
     "v1": lambda: tf.compat.v1.train.MomentumOptimizer(1.0, 0.5),
@@ -36,7 +36,7 @@ def train(kind):
         STRATEGY.run(lambda: optimizer.apply_gradients([(gradient(bad, 0.5), weight)]))
 
     seen = []
-    for bad in (NOBODY, 1, NOBODY, NOBODY, 0):
+    for bad in (NO_WORKER, 1, NO_WORKER, NO_WORKER, 0):
         run(tf.constant(bad))
         seen.append([float(weight.numpy()), float(loss_scale())])
     return seen
@@ -52,7 +52,7 @@ def update():
 
         return [
             [float(loss_scale()), finite]
-            for bad in (NOBODY, 1, NOBODY)
+            for bad in (NO_WORKER, 1, NO_WORKER)
             for finite in [bool(run(tf.constant(bad)))]
         ]
 

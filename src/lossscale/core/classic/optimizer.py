@@ -121,25 +121,36 @@ class LossScaleOptimizer:
             **keywords: The same, by name.
         """
         pairs = [(grad, var) for grad, var in grads_and_vars if grad is not None]
+        gradients = [gradient for gradient, _ in pairs]
+        variables = [variable for _, variable in pairs]
+
+        def step(gradients: list[Any], variables: list[Any]) -> Any:
+            return self._step(gradients, variables, *arguments, **keywords)
+
+        return self._binding.across_replicas(step, gradients, variables)
+
+    def _step(
+        self,
+        gradients: list[Any],
+        variables: list[Any],
+        *arguments: Any,
+        **keywords: Any,
+    ) -> Any:
+        """Apply gradients or skip the step, once for all replicas."""
 
         def apply(gradients: list[Any], variables: list[Any]) -> Any:
             own = self._prepare(list(zip(gradients, variables, strict=True)))
             return self._optimizer.apply_gradients(own, *arguments, **keywords)
 
-        def step(gradients: list[Any], variables: list[Any]) -> Any:
-            applicable = self._can_be_applied(gradients, variables)
-            permitted, update = self._decide(applicable, gradients)
-            return self._binding.transaction(
-                permitted,
-                lambda: self._binding.in_each_replica(apply, gradients, variables),
-                lambda: self._skip(*arguments, **keywords),
-                lambda: self._are_finite(gradients),
-                update,
-            )
-
-        gradients = [gradient for gradient, _ in pairs]
-        variables = [variable for _, variable in pairs]
-        return self._binding.across_replicas(step, gradients, variables)
+        applicable = self._can_be_applied(gradients, variables)
+        permitted, update = self._decide(applicable, gradients)
+        return self._binding.transaction(
+            permitted,
+            lambda: self._binding.in_each_replica(apply, gradients, variables),
+            lambda: self._skip(*arguments, **keywords),
+            lambda: self._are_finite(gradients),
+            update,
+        )
 
     def minimize(
         self,

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The five verbs on TensorFlow's tensors: eager, in graphs, in `tf.function`, in XLA.
+"""The functional API on tensors: eager, in graphs, in `tf.function`, under XLA.
 
     init(policy)                    the first state, as tensors
     scale(loss, state)              the loss times the scale, in float32
-    unscale(grads, state)           the gradients divided by it, and what was seen
+    unscale(grads, state)           the gradients divided by it, and a Signal
     update(policy, state, signal)   the state after the step
-    select(finite, new, old)        the new values, or the old ones on a bad step
+    select(finite, new, old)        the new values, or the old ones to skip a step
 
-The rule is not restated here: `update` lends `tf.where` to the policy.
+The rule is not restated here: `update` passes `tf.where` to the policy.
 
-Losses and gradients are nests of dict, list, tuple and NamedTuple; `None` passes
-through. Leaves are float16, bfloat16, float32 or float64 tensors, `tf.IndexedSlices`
-(which stay sparse) or `tf.RaggedTensor`. Nothing here asks a device for a value,
-except eagerly for sparse gradients.
+Losses and gradients are nested structures of dict, list, tuple and NamedTuple; `None`
+passes through. Leaves are float16, bfloat16, float32 or float64 tensors,
+`tf.IndexedSlices` (which stay sparse) or `tf.RaggedTensor`. Nothing here waits for a
+device, except eagerly for sparse gradients.
 """
 
 from collections.abc import Iterable
@@ -28,12 +28,12 @@ from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.core.validation import format_value, require_signal
 from lossscale.errors import GradientError, StructureError
-from lossscale.tensorflow import leaves
-from lossscale.tensorflow.autograph import unconverted
-from lossscale.tensorflow.measurements import measured
+from lossscale.tensorflow import gradient
+from lossscale.tensorflow.measurements import measure as take_measurements
+from lossscale.tensorflow.tracing import skip_autograph
 
 
-@unconverted
+@skip_autograph
 def init(policy: Policy, state: ScaleState | None = None) -> ScaleState:
     """Return the first state of a policy, as float32, int32 and int32 tensors.
 
@@ -57,11 +57,11 @@ def init(policy: Policy, state: ScaleState | None = None) -> ScaleState:
     )
 
 
-@unconverted
+@skip_autograph
 def scale(loss: Any, state: ScaleState) -> Any:
     """Return the loss times the scale, in float32 (float64 stays float64).
 
-    A float16 loss is widened first: 65504 is float16's largest number.
+    A float16 loss is cast first: 65504 is float16's largest number.
 
     Raises:
         GradientError: If a loss is not a floating-point number.
@@ -71,18 +71,12 @@ def scale(loss: Any, state: ScaleState) -> Any:
         >>> float(ls.scale(tf.constant(2.0), ls.init(lossscale.Fixed(1024.0))))
         2048.0
     """
-
-    def multiply(path: str, leaf: Any) -> Any:
-        # A backward pass starts from a plain 1; an integer tensor is a mistake.
-        if isinstance(leaf, int) and not isinstance(leaf, bool):
-            leaf = tf.constant(leaf, tf.float32)
-        wide = leaves.widened(leaves.checked("loss", path, leaf))
-        return leaves.multiplied(wide, state.scale)
-
-    return trees.map_leaves(multiply, loss)
+    if tf.is_tensor(loss):
+        return _scale_leaf(state.scale, "", loss)
+    return trees.map_leaves(partial(_scale_leaf, state.scale), loss)
 
 
-@unconverted
+@skip_autograph
 def unscale(
     grads: Any, state: ScaleState, *, measure: Iterable[str] = ()
 ) -> tuple[Any, Signal]:
@@ -95,7 +89,7 @@ def unscale(
     `finite` is False, and `update` leaves the scale.
 
     Args:
-        grads: A nest of scaled gradients.
+        grads: A nested structure of scaled gradients.
         state: The state whose scale was used for the loss.
         measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
             "zero_fraction" and "subnormal_fraction".
@@ -111,17 +105,20 @@ def unscale(
         ([2.0, 1.0], True)
     """
     names = validation.check_measurements(measure)
-    scaled = trees.map_leaves(partial(leaves.checked, "gradient"), grads)
-    unscaled = divided(scaled, state.scale)
+    scaled = trees.map_leaves(partial(gradient.validate_leaf, "gradient"), grads)
+    inverse = invert(state.scale)
+    unscaled = trees.map_leaves(
+        lambda _, leaf: gradient.multiply(leaf, inverse), scaled
+    )
     finite, squarable = _all_finite_and_squarable(unscaled)
     too_large = tf.logical_and(finite, tf.logical_not(squarable))
     signal = Signal(finite=squarable, too_large=too_large)
     if names:
-        signal = signal._replace(**measured(scaled, unscaled, names))
+        signal = signal._replace(**take_measurements(scaled, unscaled, names))
     return unscaled, signal
 
 
-@unconverted
+@skip_autograph
 def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
     """Return the state after a step; its tensors keep their dtypes.
 
@@ -139,7 +136,7 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
     if not tf.is_tensor(state.scale):
         state = init(policy, state)  # a policy's own first state: Python numbers
     before = ScaleState(*map(tf.convert_to_tensor, state))
-    finite = _booleans(signal.finite)
+    finite = _to_flags(signal.finite)
     if not any(map(finite.shape.is_compatible_with, ((), before.scale.shape))):
         message = (
             "finite must be one boolean, or one for each scale, got "
@@ -148,24 +145,24 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         raise GradientError(message)
     flags = signal._replace(finite=finite)
     if flags.too_large is not None:
-        flags = flags._replace(too_large=_booleans(flags.too_large))
+        flags = flags._replace(too_large=_to_flags(flags.too_large))
     after = advance(policy, before, flags, where=_where)
     pairs = zip(after, before, strict=True)
     return ScaleState(*(tf.cast(new, old.dtype) for new, old in pairs))
 
 
-@unconverted
+@skip_autograph
 def select(finite: Any, new: Any, old: Any) -> Any:
     """Return `new` if the step was finite, else `old`.
 
     Args:
         finite: One boolean: `signal.finite`, not the signal.
-        new: A nest of tensors.
-        old: A nest of the same shape.
+        new: A nested structure of tensors.
+        old: A structure of the same shape.
 
     Raises:
         GradientError: If `finite` is anything but one boolean.
-        StructureError: If the two are not nests of the same shape.
+        StructureError: If the two structures differ.
 
     Example:
         >>> import tensorflow as tf, lossscale.tensorflow as ls
@@ -173,7 +170,7 @@ def select(finite: Any, new: Any, old: Any) -> Any:
         >>> int(ls.select(False, new, old)["step"])
         6
     """
-    applied = flag(finite)
+    applied = to_flag(finite)
     trees.check_same_structure(new, old)
     others = dict(trees.leaves(old))
     return trees.map_leaves(
@@ -181,22 +178,27 @@ def select(finite: Any, new: Any, old: Any) -> Any:
     )
 
 
-def divided(grads: Any, loss_scale: Array) -> Any:
-    """Return checked gradients times 1 / scale, without looking at the result."""
+def _scale_leaf(loss_scale: Array, path: str, leaf: Any) -> Any:
+    # A backward pass starts from a plain 1; an integer tensor is a mistake.
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        leaf = tf.constant(leaf, tf.float32)
+    return gradient.multiply(gradient.validate_leaf("loss", path, leaf), loss_scale)
+
+
+def invert(loss_scale: Array) -> Array:
+    """Return 1 / scale; NaN, which skips the step, for a scale above 2**126.
+
+    The reciprocal of such a scale is subnormal, and TensorFlow takes it for zero: every
+    gradient would be 0, every step finite, and the scale would never fall.
+    """
     divisor = tf.convert_to_tensor(loss_scale, tf.float32)
-    # The reciprocal of a scale above 2**126 is subnormal, and TensorFlow takes it for
-    # zero: every gradient would be 0 and every step clean. NaN makes the step a bad
-    # one, which lowers the scale.
     is_too_large = tf.logical_not(divisor <= 2.0**126)
-    inverse = tf.where(is_too_large, float("nan"), 1.0 / divisor)
-    return trees.map_leaves(
-        lambda _, leaf: leaves.multiplied(leaves.widened(leaf), inverse), grads
-    )
+    return tf.where(is_too_large, float("nan"), 1.0 / divisor)
 
 
-def flag(finite: Any) -> Array:
+def to_flag(finite: Any) -> Array:
     """Return one flag as a boolean scalar tensor; anything else is an error."""
-    flags = _booleans(finite)
+    flags = _to_flags(finite)
     if flags.shape.num_elements() not in (1, None):
         message = f"finite must be one boolean, got {format_value(finite)}."
         raise GradientError(message)
@@ -205,30 +207,30 @@ def flag(finite: Any) -> Array:
 
 def all_true(flags: Iterable[Array]) -> Array:
     """Return whether all of some boolean scalars are true; none at all are."""
-    listed = list(flags)
-    return tf.reduce_all(tf.stack(listed)) if listed else tf.constant(True)
+    scalars = list(flags)
+    return tf.reduce_all(tf.stack(scalars)) if scalars else tf.constant(True)
 
 
 def _all_finite_and_squarable(grads: Any) -> tuple[Array, Array]:
     """Return whether all numbers are finite, and whether their squares are too."""
     finite, squarable = [], []
     for _, leaf in trees.leaves(grads):
-        top, bound = leaves.magnitude(leaf), largest_square(leaves.dtype_name(leaf))
-        finite.append(tf.math.is_finite(top))
+        magnitude = gradient.largest_magnitude(leaf)
+        bound = largest_square(gradient.dtype_name(leaf))
+        finite.append(tf.math.is_finite(magnitude))
         if isinstance(leaf, tf.IndexedSlices):  # rows of one index are added up
-            within = leaves.is_within(leaf, bound, leaves.dtype_name(leaf))
+            within = gradient.is_within(leaf, bound, gradient.dtype_name(leaf))
             squarable.append(within)
         else:
-            squarable.append(top <= bound)
+            squarable.append(magnitude <= bound)
     return all_true(finite), all_true(squarable)
 
 
-def _booleans(finite: Any) -> Array:
-    """Return flags as a boolean tensor; what has no meaning as a flag is an error.
+def _to_flags(finite: Any) -> Array:
+    """Return flags as a boolean tensor, or raise.
 
-    A step that is taken for finite by mistake is applied, so nothing is guessed: NaN,
-    infinity, None, text and a whole `Signal` have a truth value in Python, and no
-    meaning here.
+    A step that is taken for finite by mistake is applied. So NaN, infinity, None, text
+    and a whole `Signal`, which have a truth value in Python, are errors here.
     """
     tensor: Any = None
     if not isinstance(finite, (Signal, str, bytes, type(None))):

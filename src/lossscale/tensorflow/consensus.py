@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one replica to all of them and back, under a `tf.distribute` strategy.
+"""One decision for all replicas of a `tf.distribute` strategy.
 
-A training step runs in each replica; the loss scale is one for all of them. So what
-concerns the scale is done in *cross-replica* context, where the gradients of every
-replica are at hand, and what concerns the weights goes back into each replica, where
-optimizers expect to be. Without a strategy there is nothing to do.
+A training step runs in each replica; the loss scale is one for all of them. So the
+scale is updated in *cross-replica* context, which has the gradients of every replica,
+and the weights are updated in each replica, where optimizers expect to be called.
+Without a strategy these functions call what they are given.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,8 @@ import tensorflow as tf
 from lossscale.core import trees
 from lossscale.core.state import Array
 from lossscale.errors import ContextError
-from lossscale.tensorflow import leaves, verbs
+from lossscale.tensorflow.functional import all_true, to_flag
+from lossscale.tensorflow.gradient import is_finite, validate_leaf
 
 
 def in_cross_replica_context() -> bool:
@@ -53,7 +54,7 @@ def check_replica_context(method: str) -> None:
         raise ContextError(message)
 
 
-def merge(function: Callable[..., Any], *lists: list[Any]) -> Any:
+def call_across_replicas(function: Callable[..., Any], *lists: list[Any]) -> Any:
     """Call a function once, with the gradients and variables of all replicas."""
     if not in_replica_context():
         return function(*lists)
@@ -62,8 +63,8 @@ def merge(function: Callable[..., Any], *lists: list[Any]) -> Any:
     )
 
 
-def spread(function: Callable[..., Any], *lists: list[Any]) -> Any:
-    """Call a function in each replica, with that replica's own part of the lists."""
+def call_in_each_replica(function: Callable[..., Any], *lists: list[Any]) -> Any:
+    """Call a function in each replica, with that replica's values of the lists."""
     if not in_cross_replica_context():
         return function(*lists)
     strategy = tf.distribute.get_strategy()
@@ -72,35 +73,33 @@ def spread(function: Callable[..., Any], *lists: list[Any]) -> Any:
 
 
 def all_finite(grads: Any) -> Array:
-    """Return whether a nest of gradients is finite, in every replica."""
+    """Return whether a nested structure of gradients is finite, in every replica."""
 
-    def own_finite(own: Any) -> Array:
-        checked = trees.map_leaves(partial(leaves.checked, "gradient"), own)
-        return verbs.all_true(
-            leaves.is_finite(leaf) for _, leaf in trees.leaves(checked)
-        )
+    def check(grads: Any) -> Array:
+        valid = trees.map_leaves(partial(validate_leaf, "gradient"), grads)
+        return all_true(is_finite(leaf) for _, leaf in trees.leaves(valid))
 
-    return in_all(own_finite, grads)
+    return all_replicas(check, grads)
 
 
-def in_all(check: Callable[..., Array], *lists: Any) -> Array:
-    """Return whether a check of its own gradients is true in every replica.
+def all_replicas(check: Callable[..., Array], *lists: Any) -> Array:
+    """Return whether a check is true in every replica.
 
     Args:
-        check: Returns a boolean scalar.
-        *lists: What it is given; across replicas, of all of them.
+        check: Returns a boolean scalar for the values of one replica.
+        *lists: Its arguments; in cross-replica context, those of all replicas.
     """
     if not in_cross_replica_context():
         return check(*lists)
     strategy = tf.distribute.get_strategy()
-    return agreed(strategy.extended.call_for_each_replica(check, args=lists))
+    return reduce_flags(strategy.extended.call_for_each_replica(check, args=lists))
 
 
-def agreed(finite: Any) -> Array:
-    """Return whether all replicas, those of other workers too, say finite."""
+def reduce_flags(finite: Any) -> Array:
+    """Return whether a flag is true in all replicas, those of other workers too."""
     strategy = tf.distribute.get_strategy()
     # A sum of float32 is what every strategy can reduce, on every device.
-    bad = strategy.extended.call_for_each_replica(
-        lambda own: tf.cast(tf.logical_not(verbs.flag(own)), tf.float32), args=(finite,)
+    counts = strategy.extended.call_for_each_replica(
+        lambda flag: tf.cast(tf.logical_not(to_flag(flag)), tf.float32), args=(finite,)
     )
-    return tf.equal(strategy.reduce(tf.distribute.ReduceOp.SUM, bad, axis=None), 0)
+    return tf.equal(strategy.reduce(tf.distribute.ReduceOp.SUM, counts, axis=None), 0)

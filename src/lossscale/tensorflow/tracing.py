@@ -14,17 +14,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type[Any])
 
 
-def unconverted(function: Function) -> Function:
-    """Return a function that AutoGraph leaves alone, with all that it calls."""
+def skip_autograph(function: Function) -> Function:
+    """Return a function that AutoGraph does not rewrite, nor what it calls."""
     return cast("Function", tf.autograph.experimental.do_not_convert(function))
 
 
-def unconverted_methods(*names: str) -> Callable[[Class], Class]:
-    """Decorate a class: leave these of its methods alone, inherited ones too."""
+def skip_autograph_in(*names: str) -> Callable[[Class], Class]:
+    """Decorate a class: AutoGraph rewrites none of these methods, inherited or not."""
 
     def decorate(cls: Class) -> Class:
         for name in names:
-            setattr(cls, name, unconverted(getattr(cls, name)))
+            setattr(cls, name, skip_autograph(getattr(cls, name)))
         return cls
 
     return decorate

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step on the TensorFlow backend, where there may be several replicas.
+"""One decision for all replicas, on the TensorFlow backend.
 
-Each replica unscales and looks at its own gradients: the inner optimizer sums them over
-replicas only later, inside its own `apply`. Keras takes the first replica's word for
-all, and applies a NaN of another. Here one overflow anywhere skips the step everywhere.
+Each replica unscales and checks its own gradients: the inner optimizer sums them over
+replicas only later, inside its own `apply`. Keras uses the first replica's flag for
+all, and applies a NaN of another. Here an overflow in one replica skips the step in
+all of them.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from lossscale.core.state import Array
 from lossscale.errors import SettingError
 
 
-def count() -> int:
+def count_replicas() -> int:
     """Return how many replicas the gradients of this step will be summed over.
 
     Raises:
@@ -31,7 +32,7 @@ def count() -> int:
     return replicas
 
 
-def step(
+def apply_or_skip(
     gradients: list[Any],
     reasons: Array,
     update: Callable[[list[Any]], None],
@@ -43,46 +44,46 @@ def step(
         gradients: This replica's unscaled gradients.
         reasons: Why this replica's gradients cannot be applied, a number for each.
         update: Applies gradients.
-        advance: Moves the scale, given whether the update was made, and if not, why.
+        advance: Moves the scale, given whether the step was applied and the reasons.
     """
     import tensorflow as tf  # noqa: PLC0415  # of this backend alone
 
     def branch(reasons: Array, update: Callable[[], Any]) -> None:
-        def updated() -> Array:
+        def apply() -> Array:
             update()
-            return tf.constant(True)  # a tensor of it
+            return tf.constant(True)  # depends on the update inside a tf.function
 
-        # Whether the update was made comes out of the branch that makes it. So the
-        # scale waits for the update, and does not move if an op of it fails.
-        within = tf.reduce_all(tf.equal(reasons, 0))
-        advance(tf.cond(within, updated, lambda: tf.constant(False)), reasons)
+        # The branch that makes the update returns the flag. So the scale waits for the
+        # update, and does not move if one of its ops fails.
+        is_applicable = tf.reduce_all(tf.equal(reasons, 0))
+        advance(tf.cond(is_applicable, apply, lambda: tf.constant(False)), reasons)
 
     context = tf.distribute.get_replica_context()
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         if context.num_replicas_in_sync > 1:
-            reasons = _merge(context.all_reduce("SUM", _split(reasons)))
+            reasons = _decode(context.all_reduce("SUM", _encode(reasons)))
         branch(reasons, lambda: update(gradients))
         return
 
-    def across(strategy: Any, gradients: list[Any], parts: Array) -> None:
+    def decide(strategy: Any, gradients: list[Any], parts: Array) -> None:
         # The branch is taken across replicas: inside of one, it may not merge them,
         # which the inner optimizer does.
         branch(
-            _merge(strategy.reduce("SUM", parts, axis=None)),
+            _decode(strategy.reduce("SUM", parts, axis=None)),
             lambda: strategy.extended.call_for_each_replica(update, args=(gradients,)),
         )
 
-    context.merge_call(across, args=(gradients, _split(reasons)))
+    context.merge_call(decide, args=(gradients, _encode(reasons)))
 
 
-def _split(reasons: Array) -> Array:
+def _encode(reasons: Array) -> Array:
     """Return reasons as flags, a row for each kind: sums are all that is reduced."""
     import tensorflow as tf  # noqa: PLC0415  # of this backend alone
 
     return tf.cast(tf.equal(reasons, [[1], [2], [3]]), tf.float32)
 
 
-def _merge(counts: Array) -> Array:
+def _decode(counts: Array) -> Array:
     """Return one reason for each variable: NaN before infinity before too large."""
     import tensorflow as tf  # noqa: PLC0415  # of this backend alone
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's arguments as a policy, and a policy as part of a Keras config."""
+"""The optimizer's arguments, validated; a policy as part of a Keras config."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ BASE_DEFAULTS = {
     "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
 }
-"""What configs of older versions of Keras carry, always with these values."""
+"""Keywords in configs of older versions of Keras, always with these values."""
 
 
 def check_inner(inner: Any) -> None:
@@ -37,8 +37,8 @@ def check_inner(inner: Any) -> None:
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         message = (
             f"inner_optimizer is a {type(inner).__name__} already: the loss would be "
-            "scaled twice. Give the optimizer inside it (.inner_optimizer), or take it "
-            "over with LossScaleOptimizer.from_keras(...)."
+            "scaled twice. Pass the optimizer inside it (.inner_optimizer), or convert "
+            "it with LossScaleOptimizer.from_keras(...)."
         )
         raise SettingTypeError(message)
     if not isinstance(inner, keras.optimizers.Optimizer):
@@ -51,25 +51,25 @@ def check_inner(inner: Any) -> None:
 
 
 def check_keywords(keywords: dict[str, Any]) -> None:
-    """Raise for what Keras's class refuses too, and say what to type instead."""
-    left = dict(keywords)
-    if not left.pop("dynamic", True):
+    """Raise for keywords that Keras's class refuses too, and say what to type."""
+    unknown = dict(keywords)
+    if not unknown.pop("dynamic", True):
         message = (
-            "LossScaleOptimizer has no `dynamic=False`. For a scale that never moves "
-            "give policy=lossscale.Fixed(1024.0) (Keras would have you set "
-            "`loss_scale_factor` on the `inner_optimizer`, and apply what overflows)."
+            "LossScaleOptimizer has no `dynamic=False`. For a scale that never changes "
+            "pass policy=lossscale.Fixed(1024.0) (Keras's `loss_scale_factor` on the "
+            "`inner_optimizer` would apply gradients that overflow)."
         )
         raise SettingError(message)
     for name, default in BASE_DEFAULTS.items():
-        if name in left and left.pop(name) != default:
+        if name in unknown and unknown.pop(name) != default:
             message = (
                 f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` "
                 "on the `inner_optimizer`."
             )
             raise SettingError(message)
-    if left:
+    if unknown:
         message = (
-            f"LossScaleOptimizer does not support arguments: `{'`, `'.join(left)}`."
+            f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`."
         )
         raise SettingError(message)
 
@@ -96,8 +96,7 @@ def make_policy(policy: Any, initial_scale: Any, growth_steps: Any) -> Policy:
         message = (
             f"initial_scale={initial_scale!r} and dynamic_growth_steps="
             f"{growth_steps!r} were given together with "
-            f"policy={format_value(policy)}, which "
-            "has them itself. Give one or the other: "
+            f"policy={format_value(policy)}, which has both. Pass one or the other: "
             "policy=lossscale.Dynamic(init_scale=..., growth_interval=...)."
         )
         raise SettingError(message)
@@ -105,7 +104,7 @@ def make_policy(policy: Any, initial_scale: Any, growth_steps: Any) -> Policy:
         check_state(policy, policy.init())
     except StateError as error:
         message = (
-            f"The policy {format_value(policy)} starts with a state of no use: {error}"
+            f"The first state of the policy {format_value(policy)} is invalid: {error}"
         )
         raise SettingError(message) from error
     return policy

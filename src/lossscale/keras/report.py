@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the last step did."""
+"""The report of the last step."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,8 @@ from lossscale.core.state import Array
 from lossscale.keras.gradients import REASONS
 
 
-class LastStep(NamedTuple):
-    """What the last step did, left on the device: reading a value copies it.
+class StepReport(NamedTuple):
+    """What became of the last step, left on the device: reading a value copies it.
 
     `float()`, `int()` and `bool()` read a value; on a GPU each waits for the device, as
     the properties `reason` and `nonfinite` do.
@@ -27,13 +27,13 @@ class LastStep(NamedTuple):
     scale: Array
     """The scale that the step used; float32. `dynamic_scale` is the next step's."""
     good_steps: Array
-    """Clean steps counted towards the next growth, after the step; an integer."""
+    """Finite steps counted towards the next growth, after the step; an integer."""
     bad_steps: Array
     """Overflows counted towards the next back-off, after the step; an integer."""
     skipped_steps: Array
     """Steps skipped since the optimizer was built, files included; an integer."""
     consecutive_skips: Array
-    """Steps skipped in a row up to now, 0 after a step that was taken; an integer."""
+    """Steps skipped in a row up to now, 0 after an applied step; an integer."""
     reasons: Array = ()
     """Why the last skipped step was skipped, a number for each variable: 0 (its
     gradient was not the reason), 1 (infinite), 2 (NaN), 3 (finite, and too large for
@@ -51,8 +51,8 @@ class LastStep(NamedTuple):
         """
         if not bool(self.skipped):
             return None
-        found = set(self.nonfinite.values())
-        return next((each for each in ("nan", "inf") if each in found), "headroom")
+        reasons = set(self.nonfinite.values())
+        return next((name for name in ("nan", "inf") if name in reasons), "headroom")
 
     @property
     def nonfinite(self) -> dict[str, str]:
@@ -63,10 +63,12 @@ class LastStep(NamedTuple):
         if not bool(self.skipped):
             return {}
         numbers = ops.convert_to_numpy(self.reasons).tolist()
-        found = {
+        reasons = {
             name: REASONS[number]
             for name, number in zip(self.names, numbers, strict=False)
             if number
         }
-        broken = {name: why for name, why in found.items() if why != "headroom"}
-        return broken or found
+        nonfinite = {
+            name: reason for name, reason in reasons.items() if reason != "headroom"
+        }
+        return nonfinite or reasons

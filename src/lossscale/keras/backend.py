@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rule and the optimizer need of `keras.ops`, on every backend."""
+"""Operations of the rule and the optimizer that `keras.ops` lacks or makes slow."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +12,14 @@ from lossscale.core.state import Array
 from lossscale.keras.tracing import is_concrete
 
 
-def dtype_of(array: Array) -> str:
+def dtype_name(array: Array) -> str:
     """Return the name of a dtype, the same on every backend."""
     name: str = keras.backend.standardize_dtype(array.dtype)
     return name
 
 
 def read(variable: Any) -> Array:
-    """Return the value of a variable now; it does not change with the variable."""
+    """Return the current value of a variable; later assignments do not change it."""
     return ops.copy(variable.value)
 
 
@@ -35,14 +35,14 @@ def where(condition: Array, a: Array, b: Array) -> Array:
 
         return torch.where(condition, a, b)
     if isinstance(a, (int, float)) and hasattr(b, "dtype"):
-        a = ops.convert_to_tensor(a, dtype_of(b))
+        a = ops.convert_to_tensor(a, dtype_name(b))
     elif isinstance(b, (int, float)) and hasattr(a, "dtype"):
-        b = ops.convert_to_tensor(b, dtype_of(a))
+        b = ops.convert_to_tensor(b, dtype_name(a))
     return ops.where(condition, a, b)
 
 
-def divided(values: Array, scale: Array) -> Array:
-    """Divide; on torch without Keras, which costs more than the division there."""
+def divide(values: Array, scale: Array) -> Array:
+    """Divide; on torch without Keras, whose function costs more than the division."""
     if keras.backend.backend() == "torch":
         return values / scale
     return ops.divide(values, scale)
@@ -53,7 +53,7 @@ def largest_magnitude(values: Array) -> Array:
 
     0 for an empty array.
     """
-    dtype = dtype_of(values)
+    dtype = dtype_name(values)
     if dtype in NARROW or not dtype.startswith(("float32", "float64")):
         values = ops.cast(values, "float32")
     backend = keras.backend.backend()
@@ -79,9 +79,9 @@ def stack(numbers: list[Array], like: Array | None = None) -> Array:
     """
     constant = all(isinstance(number, float) for number in numbers)
     if like is not None:
-        dtype = dtype_of(like)
+        dtype = dtype_name(like)
     else:
-        kinds = {dtype_of(number) for number in numbers}
+        kinds = {dtype_name(number) for number in numbers}
         dtype = "float64" if "float64" in kinds else "float32"
     if constant:
         return ops.convert_to_tensor(numbers, dtype)
@@ -89,7 +89,7 @@ def stack(numbers: list[Array], like: Array | None = None) -> Array:
 
 
 def branch(finite: Array, update: Callable[[], Any], skip: Callable[[], Any]) -> Any:
-    """Call one of two functions; in Python where the flag is at hand.
+    """Call one of two functions; in Python where the flag is a concrete value.
 
     On torch, and on JAX outside `jit`, Keras's `cond` would wait for the flag as well;
     on JAX it would compile both functions at every step, in torch.compile it counts its
@@ -108,8 +108,8 @@ def values_of(gradient: Array) -> Array:
 def map_values(function: Any, gradient: Array) -> Array:
     """Apply a function to a gradient, or to the values of a sparse one of TensorFlow.
 
-    `tf.IndexedSlices` and `tf.SparseTensor` are told by their `dense_shape`, so that
-    TensorFlow need not be imported.
+    `tf.IndexedSlices` and `tf.SparseTensor` are recognised by their `dense_shape`, so
+    that TensorFlow need not be imported.
     """
     if not hasattr(gradient, "dense_shape"):
         return function(gradient)

@@ -3,7 +3,7 @@
 
 TensorFlow 1's compute gradients and count steps in a `global_step` they are given.
 Keras's (Keras 3, tf_keras and its legacy ones) take gradients from a tape and count
-in `iterations`. Here both look like TensorFlow 1's.
+in `iterations`. These functions treat both alike.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ _LIBRARIES = frozenset({"keras", "tf_keras", "tensorflow", "lossscale"})
 """Where a name in this set must come from."""
 
 _MARK = "_is_wrapped_by_loss_scale_optimizer"
-"""The attribute by which tf_keras, too, marks what it has wrapped."""
+"""The attribute by which tf_keras, too, marks an optimizer that is wrapped."""
 
 
-def check(opt: Any) -> None:
-    """Raise if this is nothing that can be wrapped."""
+def check_optimizer(opt: Any) -> None:
+    """Raise unless an object is an optimizer that can be wrapped."""
     method = "apply_gradients" if is_keras(opt) else "compute_gradients"
     if isinstance(opt, type) or not callable(getattr(opt, method, None)):
         message = (
@@ -44,14 +44,16 @@ def check(opt: Any) -> None:
     if getattr(opt, "gradient_transformers", None):
         message = (
             "opt was made with gradient_transformers, which change the gradients after "
-            "they were found finite. Change them before apply_gradients instead."
+            "the check for non-finite ones. Change them before apply_gradients instead."
         )
         raise SettingError(message)
 
 
 def _check_scales_nothing(opt: Any) -> None:
-    """Raise if an optimizer scales its loss already, or another wrapper has it."""
-    names = ((each.__module__.partition(".")[0], each.__name__) for each in _mro(opt))
+    """Raise if an optimizer scales its loss already, or is wrapped already."""
+    names = (
+        (kind.__module__.partition(".")[0], kind.__name__) for kind in type(opt).__mro__
+    )
     if any(library in _LIBRARIES and name in _SCALING for library, name in names):
         message = (
             f"opt is a {type(opt).__name__}, which scales its loss already. Wrap the "
@@ -72,38 +74,31 @@ def _check_scales_nothing(opt: Any) -> None:
         raise SettingError(message)
 
 
-def _mro(opt: Any) -> tuple[type, ...]:
-    return type(opt).__mro__
-
-
-def mark(opt: Any) -> None:
-    """Note that an optimizer is wrapped, so that it is not wrapped once more."""
-    with contextlib.suppress(AttributeError):  # an optimizer of the user's, with slots
+def mark_as_wrapped(opt: Any) -> None:
+    """Mark an optimizer as wrapped, so that it is not wrapped once more."""
+    with contextlib.suppress(AttributeError):  # a user's optimizer, with __slots__
         object.__setattr__(opt, _MARK, True)
 
 
-def aggregate(
+def aggregate_gradients(
     opt: Any, pairs: list[tuple[Any, Any]], keywords: dict[str, Any]
 ) -> tuple[list[tuple[Any, Any]], dict[str, Any]]:
     """Call the `gradient_aggregator` of a legacy optimizer, if it was given one.
 
-    What it returns is checked, and applied without being aggregated once more.
+    Its result is checked, and applied without being aggregated once more.
     """
     aggregator = getattr(opt, "gradient_aggregator", None)
-    usual = getattr(aggregator, "__name__", None) == "all_reduce_sum_gradients"
+    is_default = getattr(aggregator, "__name__", None) == "all_reduce_sum_gradients"
     name = "experimental_aggregate_gradients"
-    if aggregator is None or usual or not keywords.get(name, True):
+    if aggregator is None or is_default or not keywords.get(name, True):
         return pairs, keywords
-    given = [
-        (gradient, variable) for gradient, variable in pairs if gradient is not None
-    ]
-    return list(aggregator(given)), keywords | {name: False}
+    return list(aggregator(pairs)), keywords | {name: False}
 
 
-def is_step_of_tf_keras(global_step: Any) -> bool:
-    """Whether a step is counted by tf_keras's adapter for optimizers of TensorFlow 1.
+def is_step_counter_of_tf_keras(global_step: Any) -> bool:
+    """Whether a counter belongs to tf_keras's adapter for optimizers of TensorFlow 1.
 
-    `compile` puts one around them. Its `minimize` takes gradients by a tape of its own.
+    `compile` wraps them in one, whose `minimize` uses a tape of its own.
     """
     return str(getattr(global_step, "name", "")).startswith("TFOptimizer/")
 
@@ -116,30 +111,30 @@ def is_keras(opt: Any) -> bool:
     )
 
 
-def name(opt: Any) -> str:
+def get_name(opt: Any) -> str:
     """Return the name of an optimizer."""
     getter = getattr(opt, "get_name", None)
     return str(getter() if callable(getter) else getattr(opt, "name", "LossScale"))
 
 
-def variables(opt: Any) -> list[Any]:
-    """Return the variables of an optimizer; some have a method, some a list."""
-    found = getattr(opt, "variables", [])
-    return list(found() if callable(found) else found)
+def list_variables(opt: Any) -> list[Any]:
+    """List the variables of an optimizer; some have a method, some a list."""
+    variables = getattr(opt, "variables", [])
+    return list(variables() if callable(variables) else variables)
 
 
-def build(opt: Any, var_list: list[Any]) -> None:
+def create_variables(opt: Any, var_list: list[Any]) -> None:
     """Create the optimizer's variables now: the branch of a `tf.cond` is too late.
 
     Raises:
-        ContextError: In a graph of TensorFlow 1, if it is not made for that.
+        ContextError: In a graph of TensorFlow 1, if the optimizer does not work there.
     """
     if not is_keras(opt):
-        return  # TensorFlow 1's lift theirs out of any branch
+        return  # TensorFlow 1's lift their variables out of any branch
     is_legacy = callable(getattr(opt, "_create_all_weights", None))
     with tf.init_scope():
         if not is_legacy and not tf.executing_eagerly():
-            # Its updates are no ops that a session runs: the weights would stand still.
+            # No session runs its updates: the weights would never change.
             message = (
                 f"A {type(opt).__name__} of Keras does not work in a graph of "
                 "TensorFlow 1. Use tf.function, or an optimizer of tf.compat.v1.train "
@@ -152,32 +147,31 @@ def build(opt: Any, var_list: list[Any]) -> None:
             opt.build(var_list)
 
 
-def gradients(
+def compute_gradients_by_tape(
     loss: Callable[[], Any], var_list: Any, tape: Any = None, grad_loss: Any = None
 ) -> list[tuple[Any, Any]]:
     """Return pairs of gradient and variable of a loss, by a tape.
 
     Args:
-        loss: Returns the loss; what it does is recorded.
+        loss: Returns the loss; the tape records it.
         var_list: The variables, or a callable that returns them after the loss.
-        tape: One that has recorded what came before, if anything did.
+        tape: The tape that recorded the computation before `loss`, if there was any.
         grad_loss: The gradient of the loss, if it is not 1.
     """
     with tape or tf.GradientTape() as recording:
         value = loss()
     if var_list is None:
         var_list = recording.watched_variables()
-    listed = list(var_list() if callable(var_list) else var_list)
-    sources = [as_tensorflow(variable) for variable in listed]
-    found = recording.gradient(value, sources, output_gradients=grad_loss)
-    return list(zip(found, listed, strict=True))
+    variables = list(var_list() if callable(var_list) else var_list)
+    sources = [
+        # A variable of Keras 3 holds one of TensorFlow.
+        variable if isinstance(variable, tf.Variable) else variable.value
+        for variable in variables
+    ]
+    gradients = recording.gradient(value, sources, output_gradients=grad_loss)
+    return list(zip(gradients, variables, strict=True))
 
 
-def as_tensorflow(variable: Any) -> Any:
-    """Return the `tf.Variable` inside a variable of Keras 3."""
-    return variable if isinstance(variable, tf.Variable) else variable.value
-
-
-def advance(counter: Any) -> Any:
+def count_step(counter: Any) -> Any:
     """Count a step that was skipped; returns an op in a graph."""
     return counter.assign_add(tf.constant(1, counter.dtype))

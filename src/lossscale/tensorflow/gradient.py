@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One gradient of any kind that TensorFlow has: dense, sparse or ragged.
 
-A sparse gradient (`tf.IndexedSlices`) stays sparse and a ragged one ragged: what is
-done to a gradient is done to its values. Anything that is not floating-point is a
-`GradientError` that names the place.
+A sparse gradient (`tf.IndexedSlices`) stays sparse and a ragged one ragged: each
+function works on the values of a gradient. Anything that is not floating-point is a
+`GradientError` that names the leaf.
 """
 
 import math
@@ -19,11 +19,16 @@ from lossscale.errors import GradientError
 Leaf: TypeAlias = Any
 """A `tf.Tensor`, `tf.Variable`, `tf.IndexedSlices` or `tf.RaggedTensor`."""
 
-_NARROW = (tf.float16, tf.bfloat16)
-_FLOATS = (*_NARROW, tf.float32, tf.float64)
+_UPCAST = {
+    tf.float16: tf.float32,
+    tf.bfloat16: tf.float32,
+    tf.float32: tf.float32,
+    tf.float64: tf.float64,
+}
+"""The dtypes of gradients, and the dtype in which each is unscaled."""
 
 
-def values(leaf: Leaf) -> Array:
+def values_of(leaf: Leaf) -> Array:
     """Return the numbers of a gradient as one dense tensor."""
     if isinstance(leaf, tf.IndexedSlices):
         return leaf.values
@@ -32,8 +37,8 @@ def values(leaf: Leaf) -> Array:
     return leaf
 
 
-def with_values(leaf: Leaf, new: Array) -> Leaf:
-    """Return a gradient of the same kind and places with other numbers."""
+def replace_values(leaf: Leaf, new: Array) -> Leaf:
+    """Return a gradient of the same kind and indices with other numbers."""
     if isinstance(leaf, tf.IndexedSlices):
         return tf.IndexedSlices(new, leaf.indices, leaf.dense_shape)
     if isinstance(leaf, tf.RaggedTensor):
@@ -41,11 +46,15 @@ def with_values(leaf: Leaf, new: Array) -> Leaf:
     return new
 
 
-def checked(what: str, path: str, leaf: Any) -> Leaf:
-    """Return a leaf with floating-point tensors in it, or raise."""
+def validate_leaf(what: str, path: str, leaf: Any) -> Leaf:
+    """Return a loss or gradient as floating-point tensors, or raise.
+
+    Raises:
+        GradientError: If it is of another dtype or kind.
+    """
     kind: Any
     if isinstance(leaf, (tf.IndexedSlices, tf.RaggedTensor)):
-        kind = values(leaf).dtype
+        kind = values_of(leaf).dtype
     elif isinstance(leaf, tf.SparseTensor):
         kind = "a tf.SparseTensor"
     else:
@@ -54,7 +63,7 @@ def checked(what: str, path: str, leaf: Any) -> Leaf:
             kind = leaf.dtype
         except (TypeError, ValueError):
             kind = type(leaf).__name__
-    if kind not in _FLOATS:
+    if kind not in _UPCAST:
         name = getattr(kind, "name", kind)
         message = (
             f"The {what}{' at ' + path if path else ''} is {name}, expected a float16, "
@@ -65,35 +74,46 @@ def checked(what: str, path: str, leaf: Any) -> Leaf:
     return leaf
 
 
-def widened(leaf: Leaf) -> Leaf:
+def upcast(leaf: Leaf) -> Leaf:
     """Return a gradient in float32 if it is narrower, else as it is."""
-    return cast(leaf, tf.float32) if values(leaf).dtype in _NARROW else leaf
+    return cast(leaf, _UPCAST[values_of(leaf).dtype])
 
 
 def cast(leaf: Leaf, dtype: Any) -> Leaf:
     """Return a gradient in another dtype; in its own it stays the same object."""
-    if values(leaf).dtype == dtype:
+    numbers = values_of(leaf)
+    if numbers.dtype == dtype:
         return leaf
-    return with_values(leaf, tf.cast(values(leaf), dtype))
+    return replace_values(leaf, tf.cast(numbers, dtype))
 
 
-def multiplied(leaf: Leaf, factor: Array) -> Leaf:
-    """Return a gradient times a float32 factor, in the gradient's dtype."""
-    numbers = values(leaf)
-    return with_values(leaf, numbers * tf.cast(factor, numbers.dtype))
+def multiply(leaf: Leaf, factor: Array) -> Leaf:
+    """Return a gradient times a float32 factor, in float32 or wider."""
+    numbers = values_of(leaf)
+    dtype = _UPCAST[numbers.dtype]
+    product = tf.cast(numbers, dtype) * tf.cast(factor, dtype)
+    return replace_values(leaf, product)
+
+
+def unscale(path: str, leaf: Any, inverse: Array) -> Leaf:
+    """Return a gradient times 1 / scale, in float32 or wider, or raise."""
+    is_tensor = isinstance(leaf, (tf.Tensor, tf.IndexedSlices, tf.RaggedTensor))
+    if not is_tensor or values_of(leaf).dtype not in _UPCAST:
+        leaf = validate_leaf("gradient", path, leaf)
+    return multiply(leaf, inverse)
 
 
 def dtype_name(leaf: Leaf) -> str:
     """Return the name of a gradient's dtype."""
-    return str(values(leaf).dtype.name)
+    return str(values_of(leaf).dtype.name)
 
 
-def magnitude(leaf: Leaf) -> Array:
+def largest_magnitude(leaf: Leaf) -> Array:
     """Return the largest magnitude in a gradient, in float32 or wider; NaN if one is.
 
     0 for a gradient without numbers.
     """
-    numbers = values(widened(leaf))
+    numbers = values_of(upcast(leaf))
     # As integers, whose order is that of the magnitudes, with NaN at the end: compiled
     # by XLA for a CPU, reduce_max of floats passes over NaN.
     kind = tf.int64 if numbers.dtype == tf.float64 else tf.int32
@@ -103,7 +123,7 @@ def magnitude(leaf: Leaf) -> Array:
 
 def has_finite_values(leaf: Leaf) -> Array:
     """Return whether every number of a gradient is finite."""
-    return tf.reduce_all(tf.math.is_finite(values(leaf)))
+    return tf.reduce_all(tf.math.is_finite(values_of(leaf)))
 
 
 def is_finite(leaf: Leaf) -> Array:
@@ -127,30 +147,33 @@ def is_within(leaf: Leaf, largest: float, dtype: str, addends: int = 1) -> Array
     """
     if isinstance(leaf, tf.IndexedSlices):
         return _is_sparse_within(leaf, largest, dtype, addends)
+    numbers = values_of(leaf)
     # In float32, where the bound is not rounded; NaN and infinity fail as well.
-    return tf.reduce_all(tf.abs(values(widened(leaf))) <= largest)
+    return tf.reduce_all(tf.abs(tf.cast(numbers, _UPCAST[numbers.dtype])) <= largest)
 
 
 def _is_sparse_within(leaf: Any, largest: float, dtype: str, addends: int) -> Array:
-    """Return whether the rows of a sparse gradient stay within when added up.
+    """Return whether the sums of a sparse gradient's rows stay within a bound.
 
-    Magnitudes are added: the order in which optimizers add rows is not known, and what
-    cancels in the end may have overflowed on the way.
+    Magnitudes are added: the order in which optimizers add rows is not known, and
+    addends that cancel in the end may have overflowed on the way.
     """
-    magnitudes = tf.abs(values(widened(leaf)))
+    magnitudes = tf.abs(values_of(upcast(leaf)))
     count = tf.shape(magnitudes)[0]
 
     def are_within(sums: Array, rows: Array) -> Array:
-        exact = largest_sum(dtype, tf.cast(rows * addends, sums.dtype)) / addends
-        return tf.reduce_all(sums <= tf.minimum(exact, _finite(largest, sums)))
+        bound = largest_sum(dtype, tf.cast(rows * addends, sums.dtype)) / addends
+        return tf.reduce_all(sums <= tf.minimum(bound, _as_bound(largest, sums)))
 
     # However the indices repeat, no sum exceeds that of all rows.
-    surely = are_within(tf.reduce_sum(magnitudes, axis=0), tf.maximum(count, 1))
-    return _either(surely, lambda: are_within(*_sums(leaf.indices, magnitudes, count)))
+    all_within = are_within(tf.reduce_sum(magnitudes, axis=0), tf.maximum(count, 1))
+    return _either(
+        all_within, lambda: are_within(*_add_rows(leaf.indices, magnitudes, count))
+    )
 
 
-def _finite(largest: float, like: Array) -> Array:
-    """Return a bound in the dtype of what it bounds; there is none beyond its range."""
+def _as_bound(largest: float, like: Array) -> Array:
+    """Return a bound in the dtype of the sums; at most the largest number of that."""
     return tf.constant(min(largest, float(like.dtype.max)), like.dtype)
 
 
@@ -158,13 +181,13 @@ def _either(first: Array, second: Callable[[], Array]) -> Array:
     """Return `first or second()`; the second is costly and seldom needed."""
     if tf.executing_eagerly():
         return first if bool(first) else second()
-    return tf.cond(first, lambda: tf.constant(True), second)
+    return tf.cond(first, lambda: tf.constant(True), second, name="either")
 
 
-def _sums(indices: Array, rows: Array, count: Array) -> tuple[Array, Array]:
+def _add_rows(indices: Array, rows: Array, count: Array) -> tuple[Array, Array]:
     """Return the sums over rows with the same index, and how many rows each has.
 
-    Sorted by index, equal indices stand together and can be numbered without
+    Sorted by index, equal indices are neighbours and can be numbered without
     `tf.unique`, whose result has a size that XLA cannot know.
     """
     order = tf.argsort(indices)

@@ -196,9 +196,13 @@ def test_variables_of_keras_own_class_load_into_this_one():
     expected, actual = values(theirs.optimizer), values(ours.optimizer)
     assert expected == actual[:4] + actual[9:]
     assert 2.0**12 == numpy(ours.optimizer.dynamic_scale)
-    # What Keras's file does not have starts anew.
-    facts = ours.optimizer.last_step
-    assert (0, 0, 0) == (facts.bad_steps, facts.skipped_steps, facts.consecutive_skips)
+    # Variables that Keras's file does not have start over.
+    report = ours.optimizer.last_step
+    assert (0, 0, 0) == (
+        report.bad_steps,
+        report.skipped_steps,
+        report.consecutive_skips,
+    )
 
 
 @pytest.mark.parametrize("make", [Original, LossScaleOptimizer])
@@ -265,7 +269,7 @@ def test_a_fixed_scale_stays_fixed_when_variables_are_loaded():
     assert 4.0 == numpy(fixed.dynamic_scale)
 
 
-def test_an_optimizer_of_ours_is_taken_over_with_its_policy_and_facts():
+def test_an_optimizer_of_ours_is_taken_over_with_its_policy_and_counters():
     steps = Steps(LossScaleOptimizer(keras.optimizers.SGD(0.5), policy=POLICY), [1.0])
     for gradient in (1.0, np.inf, 1.0):
         steps.step(np.array([gradient], np.float32))
