@@ -133,7 +133,12 @@ def captured(call):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay() -> None:
+        graph.replay()
+
+    replay.keeps = call  # and with it the tensors that the graph reads and writes
+    return replay
 
 
 def kernels_of(call) -> list[str]:
