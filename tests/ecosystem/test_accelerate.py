@@ -19,7 +19,7 @@ from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import GradScalerKwargs  # noqa: E402
 
 from lossscale import Dynamic, errors  # noqa: E402
-from lossscale.torch import GradScaler  # noqa: E402
+from lossscale.torch import GradScaler, optim, to_float16  # noqa: E402
 
 KINDS = {
     "plain": {"foreach": False},
@@ -540,3 +540,24 @@ def test_a_policy_stays_where_a_checkpoint_brings_the_numbers(tmp_path):
         read.accelerator.scaler.get_scale(),
         read.accelerator.scaler.policy,
     )
+
+
+# -- our optimizers ------------------------------------------------------------------
+
+
+def test_float16_weights_with_masters_are_trained_and_a_skip_holds_the_schedule():
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.scaler = GradScaler("cpu", init_scale=8.0)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    to_float16(model)
+    optimizer = optim.AdamW(model.parameters(), lr=0.1, master_weights=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    run = Run(accelerator, *accelerator.prepare(model, optimizer, scheduler))
+    for factor in (1.0, INF, 1.0):
+        before = weights(run)
+        step(run, factor)
+        assert (factor == INF) == run.optimizer.step_was_skipped
+        assert (factor == INF) == all(map(torch.equal, before, weights(run)))
+    assert [0.025] == scheduler.get_last_lr()
+    assert {2.0} == {state["step"].item() for state in optimizer.state.values()}

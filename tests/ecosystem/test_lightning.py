@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 
-from lossscale.torch import GradScaler
+from lossscale.torch import GradScaler, optim
 
 THEIRS = torch.amp.GradScaler
 SETTINGS = {"init_scale": 1024.0, "growth_interval": 2}
@@ -548,3 +548,12 @@ def test_the_plugin_for_fsdp_uses_a_scaler_that_is_assigned():
         plugin.state_dict()["total_steps"],
         plugin.state_dict()["skipped_steps"],
     )
+
+
+# -- our optimizers --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_our_optimizer_trains_as_torchs_does(name):
+    expected = fitted(Model(bad=(1,), fused=True, kind=getattr(torch.optim, name)))
+    check_same(expected, fitted(Model(bad=(1,), fused=True, kind=getattr(optim, name))))

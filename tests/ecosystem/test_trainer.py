@@ -17,7 +17,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
-from lossscale.torch import GradScaler  # noqa: E402
+from lossscale.torch import GradScaler, optim, to_float16  # noqa: E402
 
 INF = float("inf")
 STEPS = 6
@@ -305,3 +305,18 @@ def test_float16_weights_that_are_trained_are_refused(kind, tmp_path):
     made, _ = trainer(tmp_path, kind("cpu"), model=tiny_model().half(), optim=FOREACH)
     with pytest.raises(ValueError, match="FP16 gradients"):
         made.train()
+
+
+def test_float16_weights_with_masters_are_trained(tmp_path):
+    model = tiny_model()
+    to_float16(model)
+    optimizer = optim.AdamW(model.parameters(), lr=0.06, master_weights=True)
+    made, recorder = trainer(tmp_path, GradScaler("cpu", init_scale=8.0), {2}, model)
+    made.optimizer = optimizer
+    made.train()
+    skipped = [
+        all(map(torch.equal, *pair))
+        for pair in zip(recorder.weights, recorder.weights[1:], strict=False)
+    ]
+    assert [False, True, False, False, False] == skipped
+    assert {STEPS - 1.0} == {state["step"].item() for state in optimizer.state.values()}
