@@ -17,12 +17,19 @@ contender's, the median over turns. On a CPU our AdamW is compared with torch's 
 
     python benchmarks/torch_optim.py cuda OUT.csv [SECONDS]     120 seconds unless given
     python benchmarks/torch_optim.py cpu OUT.csv
+    python benchmarks/torch_optim.py quality OUT.csv [SECONDS]
+
+The last one trains a GPT of 32 million weights on the sources of Python's standard
+library, byte by byte, with three seeds: in float32, with torch's autocast and scaler,
+and with float16 weights and masters. It writes the last losses, skipped steps, time and
+memory.
 """
 
 import csv
 import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -346,7 +353,95 @@ def measure_on_cpu(table) -> None:
         table.write(case, "update", times, against="torch's foreach")
 
 
+# -- quality ---------------------------------------------------------------------------
+
+QUALITY = Shape(10, 512, 8, 32, 256, 256)
+SEEDS = 3
+QUALITY_STEPS = 400
+KINDS = ("float32", "torch", "masters", "masters, bfloat16 moments")
+
+
+def read_text() -> torch.Tensor:
+    """Return the sources of Python's standard library as bytes, in one tensor."""
+    folder = Path(csv.__file__).parent
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def train_once(kind, seed, shape, steps, device):
+    """Return the mean loss of the last tenth of the steps, and the skipped steps."""
+    torch.manual_seed(seed)
+    text = read_text().to(device)
+    with torch.device(device):
+        model = GPT(shape)
+    if kind.startswith("masters"):
+        to_float16(model)
+        moments = torch.bfloat16 if "moments" in kind else None
+        optimizer = optim.AdamW(
+            model.parameters(), 6e-4, master_weights=True, moments_dtype=moments
+        )
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), 6e-4, fused=True)
+    make = torch.amp.GradScaler if kind == "torch" else GradScaler
+    scaler = make(device, growth_interval=200, enabled=kind != "float32")
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-4, steps)
+    generator = torch.Generator().manual_seed(seed)
+    losses, scales = [], [scaler.get_scale()]
+    for _ in range(steps):
+        starts = torch.randint(
+            len(text) - shape.tokens - 1, (shape.rows, 1), generator=generator
+        )
+        window = starts.to(device) + torch.arange(shape.tokens + 1, device=device)
+        tokens = text[window]
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.float16, enabled=kind == "torch"):
+            logits = model(tokens[:, :-1]).flatten(0, 1).float()
+            loss = functional.cross_entropy(logits, tokens[:, 1:].reshape(-1))
+        scaler.scale(loss).backward()
+        if kind.startswith("masters"):
+            scaler.clip_grad_norm_(optimizer, CAP)
+        else:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), CAP)
+        scaler.step(optimizer)
+        scaler.update()
+        rates.step()
+        losses.append(loss.detach())
+        scales.append(scaler.get_scale())
+    skipped = sum(after < before for before, after in pairwise(scales))
+    last = torch.stack(losses[-steps // 10 :]).mean().item()
+    return last, skipped, sum(param.numel() for param in model.parameters())
+
+
+def measure_quality(
+    path, seconds, shape=QUALITY, steps=QUALITY_STEPS, device="cuda"
+) -> None:
+    """Train with every kind and seed for which there is time."""
+    begin = time.perf_counter()
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["kind", "seed", "loss", "skipped", "seconds", "memory_mb"])
+        for seed in range(SEEDS):
+            for kind in KINDS:
+                start = time.perf_counter()
+                if start - begin > 0.9 * seconds:
+                    print(f"{kind}, seed {seed}: left out, there is no time")
+                    continue
+                if device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                loss, skipped, size = train_once(kind, seed, shape, steps, device)
+                spent = time.perf_counter() - start
+                memory = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+                row = [kind, seed, f"{loss:.4f}", skipped, f"{spent:.1f}"]
+                writer.writerow([*row, f"{memory / 2**20:.0f}"])
+                file.flush()
+                print(*row, f"{memory / 2**20:.0f} MB, {size:,} weights", flush=True)
+
+
 def main(device: str, path: Path, seconds: float) -> None:
+    if device == "quality":
+        measure_quality(path, seconds)
+        return
     facts = {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
     if device == "cuda":
         import triton

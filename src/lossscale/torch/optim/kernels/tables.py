@@ -213,10 +213,12 @@ class AdamTables(Tables):
     def __init__(self, rows: Sequence[Row], groups: int) -> None:
         """Copy to the device what does not change, and put the step counts together."""
         super().__init__(rows, groups)
+        # One copy for all that are on the host still, as after the first step by torch.
         counts = [row.step for row in rows if row.step is not None]
-        self.steps = torch.stack(
-            [count.to(self.device, torch.float32) for count in counts]
-        )
+        on_host = all(count.device.type == "cpu" for count in counts)
+        place = "cpu" if on_host else self.device
+        stacked = torch.stack([count.to(place, torch.float32) for count in counts])
+        self.steps = stacked.to(self.device)
         self._scalars = torch.zeros(
             len(rows) * SCALARS.value, dtype=torch.float32, device=self.device
         )
