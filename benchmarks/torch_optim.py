@@ -117,6 +117,7 @@ def measure_phase(case, shapes, table) -> None:
         "ours, masters": captured(masters),
         "our update": captured(update),
         "our update, masters": captured(update_masters),
+        "our update, blocks of 1,024": captured(update_in_blocks(wide, 1024)),
     }
     table.write(
         case,
@@ -125,6 +126,17 @@ def measure_phase(case, shapes, table) -> None:
         against="torch's AdamW alone",
         moved=size * BYTES,
     )
+
+
+def update_in_blocks(params, block):
+    """Return our update alone, with another number of elements for each program."""
+    from lossscale.torch.optim.kernels import tables
+
+    optimizer = optim.AdamW(params, 1e-9)
+    usual, tables.BLOCK = tables.BLOCK, block
+    optimizer.step()
+    tables.BLOCK = usual
+    return optimizer.step
 
 
 def check_no_wait(call) -> None:
@@ -314,7 +326,7 @@ class Table:
             row = [case, work, name, *numbers, against, f"{ratio:.3f}", size, share]
             self._writer.writerow([*row, *self._facts.values()])
             self._file.flush()
-            text = f"{case:17} {work:20} {name:24} {middle:8.3f} ms, host {host:7.3f}"
+            text = f"{case:17} {work:20} {name:27} {middle:8.3f} ms, host {host:7.3f}"
             more = f", {size} MB" if size else ""
             more += f", {float(share):.0%} of the memory's speed" if share else ""
             print(f"{text}, {against} / this {ratio:6.2f}{more}", flush=True)

@@ -73,6 +73,7 @@ class Tables:
         """
         self.rows = list(rows)
         self.device = rows[0].param.device
+        self._block = BLOCK
         counts = [row.param.numel() for row in rows]
         chunks = [-(-count // BLOCK) for count in counts]
         kinds = [self._kind(row) for row in rows]
@@ -155,7 +156,8 @@ class Tables:
         flag = self._number(found_inf, self._no_flag)
         is_aligned = self._is_aligned and addresses.is_aligned
         with device_context(self.device):
-            self._launch(addresses.table, scale, flag, (write_back, is_aligned, BLOCK))
+            constants = (write_back, is_aligned, self._block)
+            self._launch(addresses.table, scale, flag, constants)
 
     def _number(
         self, number: torch.Tensor | None, default: torch.Tensor
