@@ -7,6 +7,7 @@ step of torch's class. Gradients are not written to unless `write_back` asks for
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -27,6 +28,9 @@ HALF = (torch.float16, torch.bfloat16)
 
 MASTER = "master_param"
 """The key of a master in the state of its parameter; the name that others use too."""
+
+
+_grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
 
 class Options(NamedTuple):
@@ -104,7 +108,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
 
     def _step_by_kernels(self, params: list[torch.Tensor]) -> None:
         """Update what the kernels can update, and the rest by torch's functions."""
-        grads = [param.grad for param in params]
+        grads = list(map(_grad_of, params))
         plan = self._plan
         if plan is None or not plan.fits(self, params, grads):
             if all(grad is None for grad in grads):
