@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from helpers.ranks import local
 
+from lossscale.diagnostics import measure_tensors
+
 LAYOUTS = ("1-D", "2-D", "tensor parallel", "FSDP2 and tensor parallel", "DDP")
 
 
@@ -343,3 +345,36 @@ def resumed():
 def test_a_run_under_fsdp2_goes_on_from_its_checkpoint(four_ranks):
     for whole, interrupted in four_ranks.run(resumed):
         assert whole == interrupted
+
+
+def sampled(layout):
+    """Return what a step reports of every tensor, and what this rank has of it."""
+    import torch
+
+    from lossscale.torch import GradScaler
+
+    class Asked:
+        def wants_statistics(self, step):
+            return step == 1
+
+        def __call__(self, report):
+            self.found = report.statistics
+
+    model, batch = build(layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    asked = Asked()
+    scaler = GradScaler("cpu", init_scale=8.0, module=model, on_step=asked)
+    scaler.scale(model(batch).square().mean()).backward()
+    grads = {
+        name: local(param.grad).clone().numpy()
+        for name, param in model.named_parameters()
+    }
+    scaler.step(optimizer)
+    scaler.update()
+    return asked.found, grads
+
+
+@pytest.mark.parametrize("layout", ["1-D", "FSDP2 and tensor parallel", "DDP"])
+def test_statistics_are_those_of_the_shards_of_a_rank(four_ranks, layout):
+    for found, grads in four_ranks.run(sampled, layout):
+        assert measure_tensors(grads) == found

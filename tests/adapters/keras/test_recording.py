@@ -6,7 +6,7 @@ from helpers.keras_backend import QUIET, keras
 
 from lossscale import Dynamic
 from lossscale.diagnostics import Recorder, read_run
-from lossscale.diagnostics.loggers import KerasCallback
+from lossscale.diagnostics.loggers import KerasCallback, StepWriter
 from lossscale.errors import SettingTypeError
 from lossscale.keras import LossScaleOptimizer
 
@@ -15,13 +15,13 @@ pytestmark = QUIET
 ROWS = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 
 
-def fit(optimizer, callback):
+def fit(optimizer, callback, bad=np.inf):
     keras.config.set_dtype_policy("mixed_float16")
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     model.compile(optimizer, "mse", jit_compile=False)
     rows = ROWS.copy()
-    rows[16:24] = np.inf  # the third batch
+    rows[16:24] = bad  # the third batch
     settings = {"batch_size": 8, "verbose": 0, "shuffle": False}
     model.fit(rows, rows[:, :2], callbacks=[callback], **settings)
 
@@ -36,6 +36,25 @@ def test_every_batch_is_a_step(tmp_path):
     assert [True, True, False, True, True] == [record.applied for record in found]
     assert [1024.0, 1024.0, 1024.0, 512.0, 512.0] == [r.scale for r in found]
     assert np.isfinite(found[1].loss)
+
+
+def test_a_skipped_batch_is_recorded_with_its_cause_and_its_variables(tmp_path):
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.01))
+    written = []
+
+    class Kept(StepWriter):
+        def write_step(self, record):
+            written.append(record)
+
+    with Recorder(tmp_path / "run.jsonl") as recorder:
+        fit(optimizer, KerasCallback(recorder, writers=[Kept()]), bad=np.nan)
+    (found,) = (r for r in read_run(tmp_path / "run.jsonl").records() if r.skipped)
+    paths = {
+        variable.path for variable in optimizer.inner_optimizer._trainable_variables
+    }
+    for record in (found, written[2]):
+        assert (3, "nan") == (record.step, record.cause)
+        assert dict.fromkeys(paths, "nan") == dict(record.nonfinite)
 
 
 def test_some_batches_are_recorded(tmp_path):

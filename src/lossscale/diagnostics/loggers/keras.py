@@ -62,18 +62,24 @@ class KerasCallback(_Callback):  # type: ignore[misc]  # Keras is read as Any
         if self._step % self._every:
             return
         last = self.model.optimizer.last_step
-        applied, scale = not bool(last.skipped), float(last.scale)
         loss = (logs or {}).get("loss")
         record = StepRecord(
             self._step,
-            scale=scale,
-            applied=applied,
+            scale=float(last.scale),
+            applied=not bool(last.skipped),
             loss=None if loss is None else float(loss),
-            cause=None if applied else "inf",
         )
+        if record.skipped:
+            nonfinite = tuple(last.nonfinite.items())
+            record = record._replace(cause=last.reason, nonfinite=nonfinite)
         if self._recorder is not None:
             self._recorder.record(
-                scale=scale, applied=applied, step=self._step, loss=loss
+                scale=record.scale,
+                applied=record.applied,
+                step=record.step,
+                cause=record.cause,
+                loss=record.loss,
+                nonfinite=record.nonfinite,
             )
         for writer in self._writers:
             writer.write_step(record)
