@@ -22,6 +22,7 @@ SUITES = {
         "tests/adapters/tensorflow/test_tf_keras.py",
         "tests/adapters/tensorflow/test_optimizer.py",
         "tests/adapters/tensorflow/test_checkpoints.py",
+        "tests/adapters/tensorflow/test_saver_names.py",
         "tests/adapters/tensorflow/test_results.py",
         "tests/adapters/tensorflow/test_headroom.py",
     ),

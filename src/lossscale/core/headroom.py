@@ -242,7 +242,9 @@ _USUAL_GAIN = 16.0
 def clip_bound(inner: Any) -> float:
     """Return what an optimizer clips gradients to; 0 if it does not."""
     names = ("clipnorm", "global_clipnorm", "clipvalue")
-    return min((bound for name in names if (bound := _bound(inner, name))), default=0.0)
+    # No `:=`: AutoGraph, which may convert this function, warns that it cannot.
+    bounds = [_bound(inner, name) for name in names]
+    return min((bound for bound in bounds if bound), default=0.0)
 
 
 def _kind(inner: Any) -> str:

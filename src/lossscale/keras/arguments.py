@@ -56,8 +56,9 @@ def check_keywords(keywords: dict[str, Any]) -> None:
     if not unknown.pop("dynamic", True):
         message = (
             "LossScaleOptimizer has no `dynamic=False`. For a scale that never changes "
-            "pass policy=lossscale.Fixed(1024.0) (Keras's `loss_scale_factor` on the "
-            "`inner_optimizer` would apply gradients that overflow)."
+            "pass policy=lossscale.Fixed(1024.0). (Keras says to set "
+            "`loss_scale_factor` on the `inner_optimizer`, which would apply gradients "
+            "that overflow.)"
         )
         raise SettingError(message)
     for name, default in BASE_DEFAULTS.items():

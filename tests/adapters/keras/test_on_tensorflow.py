@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 from helpers.keras_backend import BACKEND, QUIET, keras, numpy
+from helpers.limits import HANG_SECONDS
 
 if BACKEND != "tensorflow":
     pytest.skip(f"needs the tensorflow backend, not {BACKEND}", allow_module_level=True)
@@ -422,3 +423,35 @@ def test_a_last_batch_of_another_size_is_no_mixed_loop():
         found = unscaled(gradients(tf.ones(size)))
         optimizer.apply_gradients([(found[0], weight)])
     assert [-0.5] == numpy(weight).tolist()
+
+
+LOOP = """
+import keras
+import tensorflow as tf
+from lossscale.keras import LossScaleOptimizer
+
+optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, clipnorm=1.0), 8.0)
+weight = keras.Variable([3.0])
+optimizer.build([weight])
+
+@tf.function
+def step(gradient):
+    optimizer.apply([gradient], [weight])
+
+step(tf.constant([8.0]))
+print(weight.numpy().tolist())
+"""
+
+
+def test_autograph_warns_of_nothing_in_a_loop_of_ones_own(tmp_path):
+    program = tmp_path / "loop.py"  # AutoGraph reads the source
+    program.write_text(LOOP, encoding="utf-8")
+    finished = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=True,
+    )
+    assert "[2.0]" == finished.stdout.strip()
+    assert "AutoGraph" not in finished.stderr
