@@ -172,6 +172,11 @@ def test_a_random_sequence_is_numpys_in_pieces_or_not():
 
 
 ANNOUNCED = """
+import signal
+
+# A shell that starts the tests in the background has their processes ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 from lossscale.cli import main
 from lossscale.diagnostics import simulation
 

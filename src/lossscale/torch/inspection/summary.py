@@ -83,6 +83,8 @@ class GradientSummary:
     """Whether more than the flag was measured."""
     _copy: torch.Tensor | None = None
     _event: torch.cuda.Event | None = None
+    _arrived: list[float] | None = None
+    """The copy as Python floats, once it was read."""
 
     @classmethod
     def of_flag(cls, flag: torch.Tensor, scale: torch.Tensor) -> "GradientSummary":
@@ -229,9 +231,10 @@ class GradientSummary:
         """Return all numbers as Python floats."""
         if isinstance(self.numbers, list):
             return self.numbers
-        values = self.numbers
-        if self._event is not None and self._copy is not None:
+        if self._event is None or self._copy is None:
+            current: list[float] = self.numbers.tolist()
+            return current
+        if self._arrived is None:
             self._event.synchronize()
-            values = self._copy
-        listed: list[float] = values.tolist()
-        return listed
+            self._arrived = self._copy.tolist()
+        return self._arrived
