@@ -83,8 +83,3 @@ def guard_class() -> Callable[..., Any] | None:
     except ImportError:
         return None
     return cast("Callable[..., Any]", TensorGuards)
-
-
-def is_being_compiled() -> bool:
-    """Whether `torch.compile` is tracing this call."""
-    return torch.compiler.is_compiling()
