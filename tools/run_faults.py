@@ -1,7 +1,7 @@
 """Put faults into a training loop, thousands of steps per optimizer, and report.
 
     python tools/run_faults.py torch
-    python tools/run_faults.py torch --device cuda --steps 20000
+    python tools/run_faults.py torch --device cuda --jobs 14
     KERAS_BACKEND=jax python tools/run_faults.py keras --only Adam
 
 Each optimizer runs with our scaler and with the framework's own, on the same faults:
@@ -13,13 +13,30 @@ scaler let anything through. `tests/faults` runs the same, shortened.
 """
 
 import argparse
+import functools
 import importlib
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from helpers.faults import table
+from helpers.faults import Outcome, table
+
+
+def run(configuration: str, own: bool, arguments: argparse.Namespace) -> Outcome:
+    """Run one optimizer with one scaler."""
+    driver = importlib.import_module(f"faults.{arguments.framework}_driver")
+    outcome = driver.run(
+        configuration,
+        own=own,
+        steps=arguments.steps,
+        seed=arguments.seed,
+        device=arguments.device,
+    )
+    print(outcome, file=sys.stderr, flush=True)
+    return outcome
 
 
 def main() -> int:
@@ -29,26 +46,31 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", default="", help="a part of an optimizer's name")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     arguments = parser.parse_args()
     driver = importlib.import_module(f"faults.{arguments.framework}_driver")
-    outcomes, passed = [], True
+    names = []
     for name in driver.CONFIGURATIONS:
         if arguments.only not in name:
             continue
         if hasattr(driver, "runs_on") and not driver.runs_on(name, arguments.device):
             print(f"{name}: not on {arguments.device}", file=sys.stderr)
             continue
-        for own in (False, True):
-            outcome = driver.run(
-                name,
-                own=own,
-                steps=arguments.steps,
-                seed=arguments.seed,
-                device=arguments.device,
-            )
-            passed &= own or not outcome.broken
-            outcomes.append(outcome)
-            print(outcome, file=sys.stderr, flush=True)
+        names += [name, name]
+    scalers = [False, True] * (len(names) // 2)
+    job = functools.partial(run, arguments=arguments)
+    if arguments.jobs == 1:
+        outcomes = list(map(job, names, scalers))
+    else:
+        # A framework with threads of its own, or a GPU, does not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
+            outcomes = list(pool.map(job, names, scalers))
+    passed = not any(
+        outcome.broken
+        for outcome, own in zip(outcomes, scalers, strict=True)
+        if not own
+    )
     print(table(outcomes))
     return 0 if passed and outcomes else 1
 
