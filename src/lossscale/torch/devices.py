@@ -10,6 +10,7 @@ import torch
 
 from lossscale.torch.torch_internals import (
     current_cuda_device,
+    current_raw_stream,
     disable_dynamo,
     is_stream_capturing,
 )
@@ -36,6 +37,21 @@ def is_capturing(device: torch.device) -> bool:
         return is_stream_capturing()
     with torch.cuda.device(device):
         return is_stream_capturing()
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the current stream of a CUDA device: of each, always the same object."""
+    if current_raw_stream is None:
+        return torch.cuda.current_stream(device)
+    key = device.index, current_raw_stream(device.index)
+    stream = _streams.get(key)
+    if stream is None:
+        stream = _streams[key] = torch.cuda.current_stream(device)
+    return stream
+
+
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+"""By device and address."""
 
 
 def uncompiled(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

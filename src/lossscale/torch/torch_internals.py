@@ -44,6 +44,10 @@ is_stream_capturing: Callable[[], bool] = getattr(
 """The same as the public functions, without their Python: both are asked several times
 a step, after CUDA was initialized by a tensor."""
 
+current_raw_stream: Callable[[int], int] | None
+current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""Returns the address of a device's current stream; only in builds with CUDA."""
+
 disable_dynamo: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
 
 new_optimizer_state: Callable[[], dict[str, Any]] = _refresh_per_optimizer_state

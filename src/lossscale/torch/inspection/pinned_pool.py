@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinned host memory for asynchronous copies from a device.
+"""Pinned host memory for asynchronous copies from and to a device.
 
 Allocating pinned memory is slower than the copy itself, so buffers are allocated 32 at
-a time. A buffer is never reused: the report that holds it may be read at any time.
+a time. A buffer is never reused: the report that holds it may be read at any time, and
+a copy to the device may not have begun yet. torch reuses the memory of all 32 when none
+of them is needed.
 """
 
 import torch
@@ -11,9 +13,10 @@ _BLOCK = 32
 
 
 class PinnedPool:
-    """Hands out pinned float32 buffers."""
+    """Hands out pinned buffers of one dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
         self._free: dict[int, list[torch.Tensor]] = {}
 
     def take(self, length: int) -> torch.Tensor:
@@ -21,7 +24,7 @@ class PinnedPool:
         free = self._free.get(length)
         if not free:
             block = torch.empty(
-                (_BLOCK, length), dtype=torch.float32, device="cpu", pin_memory=True
+                (_BLOCK, length), dtype=self._dtype, device="cpu", pin_memory=True
             )
             free = self._free[length] = list(block.unbind())
         return free.pop()

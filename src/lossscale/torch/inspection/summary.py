@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from lossscale.core.validation import as_float32
-from lossscale.torch.devices import is_capturing
+from lossscale.torch.devices import current_stream, is_capturing
 from lossscale.torch.inspection.pinned_pool import PinnedPool
 
 FOUND_INF = 0
@@ -173,7 +173,7 @@ class GradientSummary:
         self._copy = pool.take(numbers.shape[0])
         self._copy.copy_(numbers, non_blocking=True)
         self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(numbers.device))
+        self._event.record(current_stream(numbers.device))
 
     def is_ready(self) -> bool:
         """Whether `on_host` would not wait, as far as that is known."""

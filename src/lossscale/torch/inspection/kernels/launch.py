@@ -6,20 +6,29 @@ in `Tables`. The addresses of the gradients are compared at every step and copie
 when they changed, because a backward pass may allocate gradients again.
 """
 
+import ctypes
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import reduce
 from itertools import accumulate
+from operator import or_
 from typing import Any, TypeAlias
 
 import torch
+import triton
 import triton.language as tl
 
 from lossscale.torch.devices import device_context, is_capturing
 from lossscale.torch.inspection.kernels import read, summarize
+from lossscale.torch.inspection.pinned_pool import PinnedPool
 from lossscale.torch.inspection.request import LIMITS, InspectionRequest
 from lossscale.torch.inspection.summary import HEADER
-from lossscale.torch.torch_internals import all_addresses_equal
+from lossscale.torch.torch_internals import (
+    all_addresses_equal,
+    current_cuda_device,
+    current_raw_stream,
+)
 
 Kernel: TypeAlias = Any
 """A function decorated by `triton.jit`; Triton has no public type for it."""
@@ -49,7 +58,7 @@ class KernelLauncher:
     """
 
     def __init__(self) -> None:
-        self._compiled: dict[tuple[object, ...], Any] = {}
+        self._compiled: dict[tuple[object, ...], CompiledKernel] = {}
 
     def launch(
         self,
@@ -69,17 +78,48 @@ class KernelLauncher:
         key = (id(kernel), constants)
         compiled = self._compiled.get(key)
         if compiled is not None:
-            # Of a tensor Triton asks the driver where it is; an address it takes as it
-            # is, in a fraction of the time.
-            addresses = [
-                argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
-                for argument in arguments
-            ]
-            compiled[programs, 1, 1](*addresses, *constants)
+            compiled.launch(programs, arguments, constants)
             return
-        compiled = kernel[(programs,)](*arguments, *constants, num_warps=WARPS)
-        if compiled is not None:  # the interpreter compiles nothing
-            self._compiled[key] = compiled
+        found = kernel[(programs,)](*arguments, *constants, num_warps=WARPS)
+        if found is not None:  # the interpreter compiles nothing
+            self._compiled[key] = CompiledKernel(found)
+
+
+class CompiledKernel:
+    """A kernel that was compiled and launched once.
+
+    Triton's own launch asks for the device, its stream and the hooks of profilers in
+    Python, and of every tensor where it is: several times what the launch itself takes.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+        self._run: Callable[..., None] = compiled.run
+        self._first = compiled.function, compiled.packed_metadata, None, None, None
+
+    def launch(
+        self,
+        programs: int,
+        arguments: tuple[object, ...],
+        constants: tuple[object, ...],
+    ) -> None:
+        """Launch it on the current stream of the current device."""
+        addresses = [
+            argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+            for argument in arguments
+        ]
+        if current_raw_stream is None or _is_profiled():
+            self._compiled[programs, 1, 1](*addresses, *constants)
+            return
+        stream = current_raw_stream(current_cuda_device())
+        self._run(programs, 1, 1, stream, *self._first, *addresses, *constants)
+
+
+def _is_profiled() -> bool:
+    """Whether a profiler wants to know of launches."""
+    hooks = triton.knobs.runtime
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 class Tables:
@@ -103,6 +143,7 @@ class Tables:
         kinds = _host([KINDS[dtype][0] for dtype in dtypes], torch.int32)
         limits = _host([LIMITS[dtype] for dtype in dtypes], torch.float64)
         self._pinned: list[torch.Tensor] = []
+        self._pool = PinnedPool(torch.int64)
         # One copy for all. The 8-byte numbers come first, so that all are aligned.
         wide = torch.cat(
             [
@@ -159,9 +200,14 @@ class Tables:
             return
         # Unknown until they are copied: a failure here is retried at the next step.
         self._addresses = []
-        host = torch.frombuffer(array("q", addresses), dtype=torch.int64)
-        self.is_aligned = not (host & 15).any()
-        self.pointers.copy_(self._pin(host), non_blocking=True)
+        numbers = array("q", addresses)
+        self.is_aligned = not reduce(or_, addresses) & 15
+        if self.device.type == "cpu" or is_capturing(self.device):
+            host = self._pin(torch.frombuffer(numbers, dtype=torch.int64))
+        else:
+            host = self._pool.take(self.tensors)
+            ctypes.memmove(host.data_ptr(), numbers.buffer_info()[0], 8 * self.tensors)
+        self.pointers.copy_(host, non_blocking=True)
         self._addresses = addresses
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
