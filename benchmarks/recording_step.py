@@ -16,7 +16,9 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -133,7 +135,14 @@ class Loop:
             if self.device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
         waits = sum("synchronizing" in str(one.message) for one in caught)
-        return counted.operators, waits
+        return Counted(counted.operators, waits)
+
+
+class Counted(NamedTuple):
+    """What was counted in one step, or in several."""
+
+    operators: Counter[str]
+    waits: int
 
 
 class Count(TorchDispatchMode):
@@ -141,11 +150,11 @@ class Count(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.operators = 0
+        self.operators = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Count one operator."""
-        self.operators += 1
+        self.operators[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -160,14 +169,23 @@ def compare(plain, recorded, turns):
 
 
 def count(plain, recorded):
-    """Return extra operators and host waits of a step between, and of a sampled one."""
-    base = [plain.count() for _ in range(EVERY)]
-    found = [recorded.count() for _ in range(EVERY)]
-    pairs = zip(base, found, strict=True)
-    sampled, *between = [
-        (after[0] - before[0], after[1] - before[1]) for before, after in pairs
-    ]
-    return max(between), sampled
+    """Return what the recorded steps have and the plain ones have not.
+
+    Returns:
+        For all steps between two samples together, and for a sampled one.
+    """
+    steps = [(plain.count(), recorded.count()) for _ in range(EVERY)]
+    return difference(steps[1:]), difference(steps[:1])
+
+
+def difference(steps):
+    """Return the operators and waits that the second of each pair has more."""
+    extra = Counter()
+    for before, after in steps:
+        extra.update(after.operators)
+        extra.subtract(before.operators)
+    waits = sum(after.waits - before.waits for before, after in steps)
+    return Counted(Counter({name: n for name, n in extra.items() if n}), waits)
 
 
 def main(device, output):
@@ -189,13 +207,16 @@ def main(device, output):
         "plain step ms": f"{seconds * 1e3:.3f}",
         "recorded to plain": f"{ratio:.4f}",
         "wall time, recorded to plain": f"{wall_ratio:.4f}",
-        "extra operators between": between[0],
-        "extra host waits between": between[1],
-        "extra operators sampled": sampled[0],
-        "extra host waits sampled": sampled[1],
+        "steps between": EVERY - 1,
+        "extra operators between": between.operators.total(),
+        "extra host waits between": between.waits,
+        "extra operators sampled": sampled.operators.total(),
+        "extra host waits sampled": sampled.waits,
         "recorded steps": run.rows,
         "steps with statistics": samples,
     }
+    print("extra operators between", dict(between.operators))
+    print("extra operators sampled", dict(sampled.operators))
     heads = ",".join(head.replace(",", "") for head in row)
     text = f"{heads}\n{','.join(map(str, row.values()))}\n"
     print(text)

@@ -844,12 +844,11 @@ def _advance(
     held: bool,
 ) -> None:
     """Take a step by the kernel; anything else is an error."""
-    flags = [
-        None if flag is None else torch.full((), float(flag), device=here.scale.device)
-        for flag in (found, skipped, held, loss)
-    ]
+    device = here.scale.device
+    flags = torch.tensor([found, skipped, held], dtype=torch.float32, device=device)
+    lost = None if loss is None else torch.full((), float(loss), device=device)
     with np.errstate(all="ignore"):
-        update._launch(here, StepOutcome(*flags))
+        update._launch(here, StepOutcome(flags, 1, 2, lost))
 
 
 # -- the interpreter -------------------------------------------------------------------

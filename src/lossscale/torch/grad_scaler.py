@@ -26,9 +26,9 @@ from lossscale.torch.attributes import computed
 from lossscale.torch.calls import warn_caller
 from lossscale.torch.devices import uncompiled
 from lossscale.torch.distributed.rank_groups import GroupsOrMeshes, parse_rank_groups
+from lossscale.torch.inspection.buffer_pools import PinnedPool
 from lossscale.torch.inspection.groups import FoundInf, any_flag, invert
 from lossscale.torch.inspection.inspector import has_grads
-from lossscale.torch.inspection.pinned_pool import PinnedPool
 from lossscale.torch.inspection.request import InspectionRequest
 from lossscale.torch.inspection.statistics import StatisticsSampler
 from lossscale.torch.inspection.summary import GradientSummary

@@ -6,7 +6,7 @@ inspector.py       GradientInspector: collect, measure, decide over ranks
 groups.py          GradientGroups: by device, backend and sharding
 ranked.py          the same summary on all ranks
 summary.py         GradientSummary: the result, on the host or in one small buffer
-pinned_pool.py     host memory for asynchronous copies
+buffer_pools.py    small buffers, allocated 32 at a time
 headroom.py        how large a gradient each optimizer can hold
 layout_cache.py    whether the gradients are laid out as a step ago
 statistics.py      statistics of every tensor, on the steps that are sampled

@@ -19,7 +19,7 @@ import torch
 
 from lossscale.core.validation import as_float32
 from lossscale.torch.devices import current_stream, is_capturing
-from lossscale.torch.inspection.pinned_pool import PinnedPool
+from lossscale.torch.inspection.buffer_pools import PinnedPool
 
 FOUND_INF = 0
 """1 if the step must be skipped, else 0; exactly, because optimizers compare with 1."""
@@ -83,6 +83,7 @@ class GradientSummary:
     """Whether more than the flag was measured."""
     _copy: torch.Tensor | None = None
     _event: torch.cuda.Event | None = None
+    _has_arrived: bool = False
     _arrived: list[float] | None = None
     """The copy as Python floats, once it was read."""
 
@@ -114,6 +115,13 @@ class GradientSummary:
             number = self.numbers[index]
             return torch.full((), number, dtype=torch.float32, device="cpu")
         return self.numbers[index]
+
+    def header_on(self, device: torch.device) -> torch.Tensor:
+        """Return a copy of the numbers about all gradients, on a device."""
+        header = self.numbers[:HEADER]
+        if isinstance(header, list):
+            return torch.tensor(header, dtype=torch.float32, device=device)
+        return header.to(device, copy=True)
 
     def overflowed(self) -> torch.Tensor:
         """Return 1.0 if the step is skipped for more than gradients too large."""
@@ -179,8 +187,10 @@ class GradientSummary:
         """Whether `on_host` would not wait, as far as that is known."""
         if self._event is None or isinstance(self.numbers, list):
             return self.is_final
-        # CUDA forbids the question while a graph is being captured.
-        return not is_capturing(self.numbers.device) and self._event.query()
+        if not self._has_arrived and not is_capturing(self.numbers.device):
+            # CUDA forbids the question while a graph is being captured.
+            self._has_arrived = self._event.query()
+        return self._has_arrived
 
     def skips_step(self) -> bool:
         """Whether the step must be skipped; waits as `on_host` does."""
@@ -235,6 +245,7 @@ class GradientSummary:
             current: list[float] = self.numbers.tolist()
             return current
         if self._arrived is None:
-            self._event.synchronize()
+            if not self._has_arrived:
+                self._event.synchronize()
             self._arrived = self._copy.tolist()
         return self._arrived

@@ -99,23 +99,24 @@ def device_outcome(
     micro_batches = [batch.overflowed for batch in iteration.micro_batches]
     raw_loss = _merge_losses(iteration.raw_losses, device)
     first = outcomes[0].summary
+    numbers = first.numbers
+    summary = numbers if isinstance(numbers, torch.Tensor) else None
+    if summary is not None and summary.device != device:
+        if raw_loss is not None:
+            summary[LOSS].copy_(~torch.isfinite(raw_loss))
+        raw_loss = summary = None
     if len(outcomes) == 1 and not micro_batches:
-        # Views of one summary, at no cost; `too_large` outweighs `found_inf`.
-        found_inf = skipped = first.slot(FOUND_INF).to(device)
-        too_large = first.slot(TOO_LARGE).to(device)
+        # `too_large` outweighs `found_inf`, which is why the two may be one flag.
+        flags = first.header_on(device) if summary is None else summary
+        skipped_at, too_large_at = FOUND_INF, TOO_LARGE
     else:
         skipped = any_flag([one.summary.slot(FOUND_INF) for one in outcomes], device)
         overflowed = [one.summary.overflowed() for one in outcomes]
         found_inf = any_flag([*overflowed, *micro_batches], device)
-        too_large = skipped * (1.0 - found_inf)
-    return StepOutcome(
-        found_inf=found_inf,
-        skipped=skipped,
-        too_large=too_large,
-        loss_nonfinite=_loss_that_holds(iteration, device),
-        raw_loss=raw_loss,
-        loss_slot=None if raw_loss is None else first.slot(LOSS),
-    )
+        flags = torch.stack([found_inf, skipped, skipped * (1.0 - found_inf)])
+        skipped_at, too_large_at = 1, 2
+    loss = _loss_that_holds(iteration, device)
+    return StepOutcome(flags, skipped_at, too_large_at, loss, raw_loss, summary)
 
 
 def make_signal(
@@ -127,9 +128,9 @@ def make_signal(
     """Return what a policy reads; measurements only if it may read them."""
     loss = outcome.loss_nonfinite
     signal = Signal(
-        finite=outcome.found_inf == 0,
+        finite=outcome.flags[0] == 0,
         loss_finite=None if loss is None else loss == 0,
-        too_large=outcome.too_large != 0,
+        too_large=outcome.flags[outcome.too_large_at] != 0,
     )
     summaries = [one.summary for one in outcomes]
     if update.is_builtin or not all(summary.is_measured for summary in summaries):

@@ -31,6 +31,7 @@ from lossscale.core.state import ScaleState, Signal, Where
 from lossscale.core.validation import FLOAT32_MAX, as_float32
 from lossscale.torch.devices import device_context
 from lossscale.torch.inspection import kernel_backend
+from lossscale.torch.inspection.summary import LOSS
 
 if TYPE_CHECKING:
     from lossscale.torch.inspection.kernels.launch import KernelLauncher
@@ -58,20 +59,24 @@ class StateTensors(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """What happened in a step: 0.0, or not 0.0 if it did; float32, of no dimension."""
+    """What happened in a step, on a device."""
 
-    found_inf: torch.Tensor
-    """A gradient was not finite."""
-    skipped: torch.Tensor
-    """The step was skipped. Dropping an overflowed micro-batch skips no step."""
-    too_large: torch.Tensor
-    """The step was skipped only because finite gradients are too large."""
-    loss_nonfinite: torch.Tensor | None
+    flags: torch.Tensor
+    """float32: 0.0, or not 0.0 if it did. The first says that a gradient was not
+    finite. If the step had one summary, this is it."""
+    skipped_at: int
+    """Which of them says that the step was skipped. Dropping an overflowed micro-batch
+    skips no step."""
+    too_large_at: int
+    """Which of them says that it was skipped only because finite gradients are too
+    large."""
+    loss_nonfinite: torch.Tensor | None = None
     """The loss was not finite; `None` if the policy does not ask."""
     raw_loss: torch.Tensor | None = None
-    """The loss before it was scaled, if it is on a device and noted for the report."""
-    loss_slot: torch.Tensor | None = None
-    """Where to note whether it is not finite."""
+    """The loss before it was scaled, if it is on this device and noted for the
+    report."""
+    summary: torch.Tensor | None = None
+    """The summary that notes whether it is not finite."""
 
 
 class HostOutcome(NamedTuple):
@@ -176,7 +181,7 @@ class ScaleUpdate:
         # The scale last: an interrupt in between must not move it twice.
         for tensor, value in zip(tensors[2::-1], moved[::-1], strict=True):
             tensor.copy_(torch.as_tensor(value, device=tensor.device))
-        skipped = outcome.skipped != 0.0
+        skipped = outcome.flags[outcome.skipped_at] != 0.0
         steps, total, consecutive = tensors.counters.unbind()
         counted = [
             steps + 1,
@@ -184,8 +189,8 @@ class ScaleUpdate:
             torch.where(skipped, consecutive + 1, 0),
         ]
         tensors.counters.copy_(torch.stack(counted))
-        if outcome.raw_loss is not None and outcome.loss_slot is not None:
-            outcome.loss_slot.copy_(~torch.isfinite(outcome.raw_loss))
+        if outcome.raw_loss is not None and outcome.summary is not None:
+            outcome.summary[LOSS].copy_(~torch.isfinite(outcome.raw_loss))
 
     def make_settings(self, device: torch.device) -> torch.Tensor | None:
         """Return a tensor of the numbers that the kernel reads, if one runs there."""
@@ -214,6 +219,7 @@ class ScaleUpdate:
         settings = self._settings() if moves else _NO_SETTINGS
         switches = self.policy.switches if isinstance(self.policy, Dynamic) else _OFF
         held = outcome.loss_nonfinite if self.checks_loss else None
+        loss = outcome.raw_loss
         launcher = self._launchers.get(device)
         if launcher is None:
             launcher = self._launchers[device] = KernelLauncher()
@@ -223,22 +229,22 @@ class ScaleUpdate:
                 1,
                 (
                     *tensors[:4],
-                    outcome.found_inf,
-                    outcome.skipped,
-                    outcome.too_large,
-                    # Pointers that are not read may be any.
-                    outcome.skipped if held is None else held,
-                    _or_else(outcome.raw_loss, outcome.skipped),
-                    _or_else(outcome.loss_slot, outcome.skipped),
+                    outcome.flags,
+                    # Pointers that are not used may be any.
+                    outcome.flags if held is None else held,
+                    outcome.flags if loss is None else loss,
+                    outcome.flags if outcome.summary is None else outcome.summary,
                     tensors.settings,
                     settings.growth_threshold,
                     settings.good_after_growth,
                     settings.hysteresis,
                 ),
                 (
+                    outcome.skipped_at,
+                    outcome.too_large_at,
                     self._in_float64,
                     held is not None,
-                    outcome.raw_loss is not None,
+                    loss is not None,
                     moves,
                     *switches,
                 ),
@@ -296,10 +302,6 @@ def _pick(condition: Any, first: Any, second: Any) -> Any:
 
 def _negate(flag: bool | None) -> bool | None:
     return None if flag is None else not flag
-
-
-def _or_else(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    return other if tensor is None else tensor
 
 
 def _is_exact(policy: Policy) -> bool:

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from lossscale.torch.devices import device_context, is_capturing
+from lossscale.torch.inspection.buffer_pools import DevicePool, PinnedPool
 from lossscale.torch.inspection.kernels import read, summarize
-from lossscale.torch.inspection.pinned_pool import PinnedPool
 from lossscale.torch.inspection.request import LIMITS, InspectionRequest
 from lossscale.torch.inspection.summary import HEADER
 from lossscale.torch.torch_internals import (
@@ -104,8 +104,9 @@ class CompiledKernel:
         constants: tuple[object, ...],
     ) -> None:
         """Launch it on the current stream of the current device."""
+        # Not isinstance(), which takes several times as long for a number.
         addresses = [
-            argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+            argument.data_ptr() if type(argument) is torch.Tensor else argument
             for argument in arguments
         ]
         if current_raw_stream is None or _is_profiled():
@@ -143,7 +144,8 @@ class Tables:
         kinds = _host([KINDS[dtype][0] for dtype in dtypes], torch.int32)
         limits = _host([LIMITS[dtype] for dtype in dtypes], torch.float64)
         self._pinned: list[torch.Tensor] = []
-        self._pool = PinnedPool(torch.int64)
+        self._address_pool = PinnedPool(torch.int64)
+        self._summary_pool = DevicePool(HEADER + self.tensors, self.device)
         # One copy for all. The 8-byte numbers come first, so that all are aligned.
         wide = torch.cat(
             [
@@ -205,10 +207,17 @@ class Tables:
         if self.device.type == "cpu" or is_capturing(self.device):
             host = self._pin(torch.frombuffer(numbers, dtype=torch.int64))
         else:
-            host = self._pool.take(self.tensors)
+            host = self._address_pool.take(self.tensors)
             ctypes.memmove(host.data_ptr(), numbers.buffer_info()[0], 8 * self.tensors)
         self.pointers.copy_(host, non_blocking=True)
         self._addresses = addresses
+
+    def new_summary(self) -> torch.Tensor:
+        """Return the buffer of a summary, not filled."""
+        if self.device.type == "cpu" or is_capturing(self.device):
+            length = HEADER + self.tensors
+            return torch.empty(length, dtype=torch.float32, device=self.device)
+        return self._summary_pool.take()
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy from which the device can read while the host goes on."""
@@ -270,9 +279,7 @@ class GroupKernels(KernelLauncher):
             inverted: Whether `scale` is the inverse.
         """
         tables = self._tables_of(grads)
-        buffer = torch.empty(
-            HEADER + tables.tensors, dtype=torch.float32, device=tables.device
-        )
+        buffer = tables.new_summary()
         with device_context(tables.device):
             if tables.chunks:
                 self.launch(

@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 
 from lossscale.core.rule import transition
+from lossscale.torch.inspection.summary import LOSS
 
 # The interpreter runs kernels as Python and can call the rule as it is. It expects
 # `triton.language` in the globals of decorated functions, and the rule imports nothing.
 _rule = transition if triton.knobs.runtime.interpret else triton.jit(transition)
 
+_LOSS = tl.constexpr(LOSS)
 _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
@@ -27,16 +29,16 @@ def update_scale(
     good_pointer,
     bad_pointer,
     counters,
-    found_inf_pointer,
-    skipped_pointer,
-    too_large_pointer,
+    flags,
     held_by_loss_pointer,
     loss_pointer,
-    loss_nonfinite_pointer,
+    summary,
     settings,
     growth_threshold,
     good_after_growth,
     hysteresis,
+    skipped_at: tl.constexpr,
+    too_large_at: tl.constexpr,
     multiplies_in_float64: tl.constexpr,
     may_be_held_by_loss: tl.constexpr,
     notes_loss: tl.constexpr,
@@ -54,17 +56,18 @@ def update_scale(
         good_pointer: Finite steps counted towards the next growth, int32.
         bad_pointer: Overflows counted towards the next back-off, int32.
         counters: Steps, skipped steps and consecutive skipped steps, int32.
-        found_inf_pointer: 1 if a gradient was not finite, else 0, float32.
-        skipped_pointer: 1 if the step was skipped, else 0, float32.
-        too_large_pointer: 1 if finite gradients were too large, which holds the scale.
+        flags: 1 or 0, float32. The first says whether a gradient was not finite.
         held_by_loss_pointer: 1 if a non-finite loss holds the scale; read only if
             `may_be_held_by_loss`.
         loss_pointer: The loss before it was scaled, float32; read only if `notes_loss`.
-        loss_nonfinite_pointer: Output: 1 if that loss is not finite, else 0.
+        summary: Output: 1 if that loss is not finite, else 0, where a summary has it.
         settings: The rule's growth factor, back-off, floor and cap, float64.
         growth_threshold: An argument of the rule.
         good_after_growth: An argument of the rule.
         hysteresis: An argument of the rule.
+        skipped_at: Which flag says whether the step was skipped.
+        too_large_at: Which flag says whether finite gradients were too large, which
+            holds the scale.
         multiplies_in_float64: Multiply in float64 and round once, as torch does.
         may_be_held_by_loss: Whether the policy holds the scale on a non-finite loss.
         notes_loss: Whether to check the loss for the report.
@@ -75,9 +78,9 @@ def update_scale(
         finite_clears_bad: A switch of the rule.
         backoff_clears_bad: A switch of the rule.
     """
-    found_inf = tl.load(found_inf_pointer) != 0.0
-    skipped = tl.load(skipped_pointer) != 0.0
-    held = tl.load(too_large_pointer) != 0.0
+    found_inf = tl.load(flags) != 0.0
+    skipped = tl.load(flags + skipped_at) != 0.0
+    held = tl.load(flags + too_large_at) != 0.0
     if may_be_held_by_loss:
         held = held | (tl.load(held_by_loss_pointer) != 0.0)
     if moves:
@@ -122,7 +125,7 @@ def update_scale(
         tl.store(bad_pointer, tl.where(held, old_bad, bad))
     if notes_loss:
         loss = tl.abs(tl.load(loss_pointer))
-        tl.store(loss_nonfinite_pointer, tl.where(loss <= _FLOAT32_MAX, 0.0, 1.0))
+        tl.store(summary + _LOSS, tl.where(loss <= _FLOAT32_MAX, 0.0, 1.0))
     one = tl.where(skipped, 1, 0)
     tl.store(counters, tl.load(counters) + 1)
     tl.store(counters + 1, tl.load(counters + 1) + one)
