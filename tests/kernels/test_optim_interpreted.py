@@ -16,7 +16,7 @@ from kernels import gpu_cases, optim_cases  # noqa: E402
 from lossscale.torch.optim.kernels import tables  # noqa: E402
 
 BLOCK = 64
-CHECKS = dict(optim_cases.checks("cpu", block=BLOCK, many=20, steps=200))
+CHECKS = dict(optim_cases.checks("cpu", block=BLOCK, many=20, steps=6))
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,11 @@
 
 `prepare_adam` is one small launch: it counts the step of each parameter, unless it is
 skipped, and computes in float64 what the update needs of step count and settings.
-`apply_adam` reads every element once. The order of operations is that of torch's
-foreach step; quotients and roots are rounded as IEEE has it.
+`apply_adam` reads every element once. Its order of operations is that of torch's fused
+kernel for CUDA. That kernel has other scalars: it rounds the betas to float32 and
+raises them to the power of the step there, which leaves `1 - beta2**step` few digits at
+the first steps. Here they are float64 until the result is rounded, as in torch's
+foreach step. Quotients and roots are rounded as IEEE has it.
 """
 
 # Triton parses these functions: they have no types, and arguments by position.
@@ -15,6 +18,7 @@ import triton.language as tl
 from lossscale.torch.optim.kernels.memory import (
     SCALARS,
     invert,
+    multiply_add,
     pointer_to,
     read,
     typed,
@@ -60,20 +64,20 @@ def prepare_adam(
     rate = tl.load(row, mask=known, other=0.0)
     correction1 = 1.0 - tl.exp(count * tl.load(row + 1, mask=known, other=-1.0))
     correction2 = 1.0 - tl.exp(count * tl.load(row + 2, mask=known, other=-1.0))
-    decay = tl.load(row + 7, mask=known, other=0.0)
-    is_decoupled = tl.load(row + 8, mask=known, other=0.0) != 0.0
-    sign = tl.load(row + 9, mask=known, other=1.0).to(tl.float32)
+    decay = tl.load(row + 8, mask=known, other=0.0)
+    is_decoupled = tl.load(row + 9, mask=known, other=0.0) != 0.0
+    sign = tl.load(row + 10, mask=known, other=1.0).to(tl.float32)
     inverse = invert(grad_scale)
     out = scalars + index * SCALARS
     tl.store(out, inverse * sign, mask=known)
     tl.store(out + 1, inverse + tl.zeros([block], tl.float32), mask=known)
     tl.store(out + 2, (rate / correction1).to(tl.float32), mask=known)
     tl.store(out + 3, tl.sqrt(correction2).to(tl.float32), mask=known)
-    factor = tl.where(is_decoupled, 1.0 - rate * decay, 1.0)
-    tl.store(out + 4, factor.to(tl.float32), mask=known)
+    shrinkage = tl.where(is_decoupled, rate * decay, 0.0)
+    tl.store(out + 4, shrinkage.to(tl.float32), mask=known)
     penalty = tl.where(is_decoupled, 0.0, decay)
     tl.store(out + 5, penalty.to(tl.float32), mask=known)
-    for column in tl.static_range(3, 7):
+    for column in tl.static_range(3, 8):
         value = tl.load(row + column, mask=known, other=0.0)
         tl.store(out + column + 3, value.to(tl.float32), mask=known)
 
@@ -113,10 +117,10 @@ def _update(
     mean = read(mean_pointer, lane, left, masked)
     square = read(square_pointer, lane, left, masked)
     grad = stored * tl.load(row)
-    weight = weight * tl.load(row + 4)
-    grad = grad + tl.load(row + 5) * weight
-    mean = mean + tl.load(row + 6) * (grad - mean)
-    square = square * tl.load(row + 7) + tl.load(row + 8) * (grad * grad)
+    weight = multiply_add(-tl.load(row + 4), weight, weight)
+    grad = multiply_add(tl.load(row + 5), weight, grad)
+    mean = multiply_add(tl.load(row + 6), mean, tl.load(row + 7) * grad)
+    square = multiply_add(tl.load(row + 8), square, tl.load(row + 9) * (grad * grad))
     divisor = square
     if amsgrad:
         largest_pointer = pointer_to(pointers, tensor, 3, moments, aligned) + first
@@ -125,8 +129,8 @@ def _update(
         )
         write(largest_pointer, lane, left, divisor, moments, masked)
     root = tl.div_rn(tl.sqrt_rn(divisor), tl.load(row + 3) + tl.zeros_like(divisor))
-    denominator = root + tl.load(row + 9)
-    weight = weight - tl.load(row + 2) * tl.div_rn(mean, denominator)
+    denominator = root + tl.load(row + 10)
+    weight = weight - tl.div_rn(tl.load(row + 2) * mean, denominator)
     write(mean_pointer, lane, left, mean, moments, masked)
     write(square_pointer, lane, left, square, moments, masked)
     if master:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the kernels find and read the elements of a tensor.
+"""How the kernels find and read the elements of a tensor, and how they round.
 
 `pointers` has a row of `COLUMNS` addresses for each parameter: the parameter itself,
 then what the optimizer keeps for it. A chunk is a run of consecutive elements of one
@@ -58,3 +58,17 @@ def write(pointer, lane, left, values, dtype: tl.constexpr, masked: tl.constexpr
 def invert(grad_scale):
     """Return 1 / scale as torch has it: divided in float64, rounded to float32."""
     return (1.0 / tl.load(grad_scale).to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def multiply_add(factor, values, addend):
+    """Return factor * values + addend, rounded once.
+
+    Of two products in a sum the compiler may fuse either one; this names it.
+
+    Args:
+        factor: One number.
+        values: The elements of a chunk.
+        addend: As many elements.
+    """
+    return tl.fma(factor + tl.zeros_like(values), values, addend)

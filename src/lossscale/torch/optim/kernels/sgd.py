@@ -13,6 +13,7 @@ import triton.language as tl
 from lossscale.torch.optim.kernels.memory import (
     SCALARS,
     invert,
+    multiply_add,
     pointer_to,
     read,
     typed,
@@ -57,15 +58,16 @@ def _update(
     else:
         weight = read(param_pointer, lane, left, masked)
     grad = stored * (inverse * _number(row, 5))
-    grad = grad + _number(row, 3) * weight
+    grad = multiply_add(_number(row, 3), weight, grad)
     if momentum:
         buffer_pointer = pointer_to(pointers, tensor, 1, kept, aligned) + first
         buffer = read(buffer_pointer, lane, left, masked)
-        buffer = buffer * _number(row, 1) + _number(row, 2) * grad
+        buffer = multiply_add(_number(row, 1), buffer, _number(row, 2) * grad)
         write(buffer_pointer, lane, left, buffer, kept, masked)
         # Nesterov adds the momentum once more.
-        grad = tl.where(_number(row, 4) != 0.0, grad + _number(row, 1) * buffer, buffer)
-    weight = weight - _number(row, 0) * grad
+        ahead = multiply_add(_number(row, 1), buffer, grad)
+        grad = tl.where(_number(row, 4) != 0.0, ahead, buffer)
+    weight = multiply_add(-_number(row, 0), grad, weight)
     if master:
         write(master_pointer, lane, left, weight, tl.float32, masked)
     write(param_pointer, lane, left, weight, dtype, masked)

@@ -241,6 +241,7 @@ class AdamTables(Tables):
             _host_rate(group["lr"]),
             _log(beta1),
             _log(beta2),
+            beta1,
             1.0 - beta1,
             beta2,
             1.0 - beta2,
