@@ -8,7 +8,8 @@ Steps with and without a recorder take turns in one run, 50 steps at a time, so 
 every turn with a recorder has one step with tensor statistics. A ratio is the median of
 the turns, each compared with the turn before it. On a GPU the time is that between two
 CUDA events; the wall time of the same turns is printed as well. Operators and host
-waits are counted in steps that are not timed: the waits are those that torch warns of.
+waits are counted in steps that are not timed: the operators are those on tensors of the
+device, the waits those that torch warns of.
 """
 
 import statistics
@@ -23,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lossscale.diagnostics import Recorder, read_run
 from lossscale.torch import GradScaler
@@ -124,7 +126,7 @@ class Loop:
 
     def count(self):
         """Return the operators and the host waits of one step."""
-        counted = Count()
+        counted = Count(self.device)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if self.device == "cuda":
@@ -146,16 +148,21 @@ class Counted(NamedTuple):
 
 
 class Count(TorchDispatchMode):
-    """Counts the operators that are dispatched."""
+    """Counts the operators that are dispatched for a device."""
 
-    def __init__(self):
+    def __init__(self, device):
         super().__init__()
-        self.operators = Counter()
+        self.device, self.operators = device, Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Count one operator."""
-        self.operators[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+        """Count one operator that reads or makes a tensor of the device."""
+        made = func(*args, **(kwargs or {}))
+        tensors = [
+            leaf for leaf in tree_leaves((args, kwargs, made)) if torch.is_tensor(leaf)
+        ]
+        if any(tensor.device.type == self.device for tensor in tensors):
+            self.operators[str(func)] += 1
+        return made
 
 
 def compare(plain, recorded, turns):

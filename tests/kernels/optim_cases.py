@@ -138,7 +138,8 @@ class Twins:
             names = [name for name in expected if name.split(".")[0] == f"{index}"]
             if param.grad is None:
                 for name in names:
-                    assert torch.equal(expected[name], actual[name]), name
+                    # Steps are counted on the host by one of them.
+                    assert torch.equal(expected[name].cpu(), actual[name].cpu()), name
                 continue
             grad = param.grad.float() / (scale or 1.0)
             if not group.get("decoupled_weight_decay", False):
@@ -519,7 +520,7 @@ EXACT = Setting(
 """All powers of these betas are float32 numbers in the first twelve steps, so torch's
 kernel for CUDA has the same scalars as ours."""
 
-FLOAT64_BOUND = 3.0
+FLOAT64_BOUND = 4.0
 """How many units a weight may be away from the float64 step: it is a sum of rounded
 terms, divided by a rounded root."""
 
