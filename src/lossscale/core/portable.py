@@ -69,6 +69,9 @@ KINDS: dict[str, type[SavedPolicy]] = {
 }
 """The name of each policy in files, and on the command line."""
 
+STATE_CLASSES = tuple({type(policy().init()): None for policy in KINDS.values()})
+"""The NamedTuples that their states are."""
+
 Portable: TypeAlias = dict[str, Any]
 """The object described above."""
 
