@@ -24,8 +24,15 @@ from helpers.traces import read
 from lossscale import (
     Dynamic,
     Fixed,
+    Headroom,
+    Histogram,
+    LogMax,
+    OverflowRate,
+    RisingFloor,
+    Saturation,
     ScaleState,
     Signal,
+    WindowFollowsScale,
     from_portable,
     presets,
     to_portable,
@@ -395,6 +402,107 @@ class FunctionalConformance:
 
     def flag(self, value):
         return self.framework.array(np.asarray(value))
+
+
+def magnitude_trace(seed, steps=120):
+    """Return steps of (finite, largest unscaled magnitude) that move every policy."""
+    rng = random.Random(seed)
+    level, trace = -8.0, []
+    for _ in range(steps):
+        level += rng.gauss(0.0, 0.7)
+        magnitude = 0.0 if rng.random() < 0.03 else 2.0 ** (level + rng.random())
+        trace.append((rng.random() > 0.06, np.float32(magnitude)))
+    return trace
+
+
+SHORT_RULE = Dynamic(growth_interval=7, min_scale=2.0**-24, max_scale=2.0**40)
+
+DATA_POLICIES = [
+    Headroom(SHORT_RULE, window=6),
+    Headroom(presets.get("megatron", growth_interval=5), margin=1.5, window=9),
+    LogMax(SHORT_RULE, window=5, patience=2),
+    Histogram(SHORT_RULE, period=3),
+    Saturation(SHORT_RULE, doubling=4),
+    OverflowRate(SHORT_RULE, tolerance=0.1),
+    WindowFollowsScale(Dynamic(init_scale=4.0, growth_interval=3)),
+    RisingFloor(SHORT_RULE, floors=((20, 64.0), (60, 4096.0))),
+]
+
+
+class DataPolicyConformance:
+    """Policies that see more than a flag: the same numbers as in NumPy, to the bit."""
+
+    @pytest.mark.parametrize("policy", DATA_POLICIES, ids=lambda p: type(p).__name__)
+    def test_a_trace_gives_the_states_of_numpy(self, policy):
+        import lossscale.numpy as reference
+
+        module = self.framework.module
+        expected, state = reference.init(policy), module.init(policy)
+        step = self.framework.compile(
+            lambda state, finite, amax: module.update(
+                policy, state, Signal(finite, amax=amax)
+            )
+        )
+        for finite, magnitude in magnitude_trace(5):
+            with np.errstate(over="ignore"):
+                amax = np.float32(min(magnitude * expected.scale, np.float32(3e38)))
+            expected = reference.update(policy, expected, Signal(finite, amax=amax))
+            state = step(state, self.flag(finite), self.framework.array(amax))
+            assert self.plain(expected) == self.plain(state)
+
+    @pytest.mark.parametrize("policy", DATA_POLICIES, ids=lambda p: type(p).__name__)
+    def test_it_reads_what_unscale_measures(self, policy):
+        module = self.framework.module
+
+        @self.framework.compile
+        def step(state, gradient):
+            _, signal = module.unscale([gradient], state, measure=policy.wants)
+            return module.update(policy, state, signal)
+
+        state = module.init(policy)
+        for dtype in self.framework.dtypes:
+            gradient = np.array([3.0, -70.0, 0.5], dtype)
+            state = step(state, self.framework.array(gradient))
+        assert 0 < self.plain(state)[0] < math.inf
+        assert ["float32", "int32", "int32"] == [
+            str(self.framework.numpy(value).dtype) for value in state[:3]
+        ]
+
+    @pytest.mark.parametrize("policy", DATA_POLICIES, ids=lambda p: type(p).__name__)
+    def test_its_state_goes_through_json_and_back(self, policy):
+        module = self.framework.module
+        state = module.init(policy)
+        for finite, magnitude in ((True, 900.0), (False, 3.0), (True, 7.0)):
+            amax = self.framework.array(np.asarray(magnitude, np.float32))
+            state = module.update(policy, state, Signal(self.flag(finite), amax=amax))
+        same, plain = from_portable(to_portable(policy, state))
+        assert policy == same
+        assert self.plain(state) == self.plain(module.init(same, plain))
+
+    @pytest.mark.parametrize("policy", DATA_POLICIES, ids=lambda p: type(p).__name__)
+    def test_a_vector_of_scales_is_the_same_code(self, policy):
+        module = self.framework.module
+        one = module.init(policy)
+        pair = type(one)(
+            *(
+                self.framework.array(np.stack([self.framework.numpy(value)] * 2))
+                for value in one
+            )
+        )
+        for finite, amax in magnitude_trace(9, 25):
+            tops = np.array([amax, amax], np.float32)
+            one = module.update(
+                policy,
+                one,
+                Signal(self.flag(finite), amax=self.framework.array(tops[0])),
+            )
+            flags = self.framework.array(np.array([finite, finite]))
+            pair = module.update(
+                policy, pair, Signal(flags, amax=self.framework.array(tops))
+            )
+        assert [[value, value] for value in self.plain(one)] == [
+            self.framework.numpy(value).tolist() for value in pair
+        ]
 
 
 class HeadroomConformance:

@@ -6,6 +6,15 @@ Import a framework's module (`lossscale.torch`, `lossscale.jax`, ...) by its nam
 """
 
 from lossscale import convert, errors, presets
+from lossscale.core.data_policies import (
+    Headroom,
+    Histogram,
+    LogMax,
+    OverflowRate,
+    RisingFloor,
+    Saturation,
+    WindowFollowsScale,
+)
 from lossscale.core.policies import Dynamic, Fixed, Policy
 from lossscale.core.portable import from_portable, load, save, to_portable
 from lossscale.core.state import ScaleState, Signal
@@ -13,9 +22,16 @@ from lossscale.core.state import ScaleState, Signal
 __all__ = [
     "Dynamic",
     "Fixed",
+    "Headroom",
+    "Histogram",
+    "LogMax",
+    "OverflowRate",
     "Policy",
+    "RisingFloor",
+    "Saturation",
     "ScaleState",
     "Signal",
+    "WindowFollowsScale",
     "convert",
     "errors",
     "from_portable",

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from conformance import (
     ClassicConformance,
+    DataPolicyConformance,
     Framework,
     FunctionalConformance,
     HeadroomConformance,
@@ -14,7 +15,12 @@ from lossscale import Fixed, ScaleState, Signal
 from lossscale.errors import GradientError, SettingError
 
 
-class TestNumpy(FunctionalConformance, HeadroomConformance, ClassicConformance):
+class TestNumpy(
+    FunctionalConformance,
+    DataPolicyConformance,
+    HeadroomConformance,
+    ClassicConformance,
+):
     framework = Framework(module=ls, array=np.asarray, numpy=np.asarray)
 
 

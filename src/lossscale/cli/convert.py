@@ -21,7 +21,7 @@ from lossscale.convert import (
     with_scale,
 )
 from lossscale.core import portable
-from lossscale.core.policies import Dynamic, Fixed
+from lossscale.core.policies import Dynamic
 from lossscale.core.state import ScaleState
 from lossscale.errors import MissingPackageError, SettingError, StateError
 
@@ -137,7 +137,7 @@ def _read_torch(data: bytes, name: str) -> Mapping[str, Any]:
 
 def _interpret(
     library: str, values: Mapping[str, Any], text: str | None
-) -> tuple[Fixed | Dynamic, ScaleState]:
+) -> tuple[portable.SavedPolicy, ScaleState]:
     """Return the policy and the state that a mapping means."""
     if library == "lossscale":
         if text is not None:

@@ -20,7 +20,10 @@ class Policy(Protocol):
     """How a loss scale starts and how a step moves it.
 
     A policy is immutable and hashable; everything that changes is in the state. It
-    must work with `signal.finite` alone: other measurements may be `None`.
+    must work with `signal.finite` alone: other measurements may be `None`. A policy may
+    have an attribute `wants`, a tuple of the measurements that it reads ("amax", ...):
+    what owns the training step then takes them. Its state may be a NamedTuple of its
+    own: `scale`, `good_steps`, `bad_steps`, and further float32 numbers.
 
     Example:
         >>> from lossscale import Dynamic, Fixed, Policy
@@ -64,7 +67,13 @@ def choose(
 ) -> ScaleState:
     """Return one of two states, number by number."""
     pairs = zip(first, second, strict=True)
-    return ScaleState(*(where(condition, one, other) for one, other in pairs))
+    return type(first)(*(where(condition, one, other) for one, other in pairs))
+
+
+def wanted_measurements(policy: Policy) -> tuple[str, ...]:
+    """Return the fields of a `Signal` that a policy reads besides the flags."""
+    wants: tuple[str, ...] = getattr(policy, "wants", ())
+    return wants
 
 
 class Settings(NamedTuple):

@@ -5,6 +5,9 @@
      "policy": {"kind": "dynamic", "init_scale": 65536.0, ...},
      "state": {"scale": 32768.0, "good_steps": 17, "bad_steps": 0}}
 
+A policy that holds a rule, such as `Headroom`, has the rule's settings as an object
+inside its own, and what it remembers next to the three numbers of the state.
+
 Reading parses JSON and nothing else: nothing is ever unpickled. An object that is
 truncated, malformed, foreign or of a newer format gives one `StateError` and changes
 nothing. Files are replaced atomically: a kill in the middle leaves the old file whole.
@@ -20,8 +23,17 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lossscale.core import validation
+from lossscale.core.data_policies import (
+    Headroom,
+    Histogram,
+    LogMax,
+    OverflowRate,
+    RisingFloor,
+    Saturation,
+    WindowFollowsScale,
+)
 from lossscale.core.policies import Dynamic, Fixed, Policy
-from lossscale.core.state import ScaleState
+from lossscale.core.state import ScaleState, State, is_state
 from lossscale.core.validation import format_value
 from lossscale.errors import LossScaleError, StateError
 
@@ -31,7 +43,34 @@ FORMAT = "lossscale/1"
 _COUNTER_END = 2**31 - 1
 """Counters are int32 in most frameworks, and the rule adds 1."""
 
-_KINDS: dict[str, type[Fixed | Dynamic]] = {"fixed": Fixed, "dynamic": Dynamic}
+SavedPolicy: TypeAlias = (
+    Fixed
+    | Dynamic
+    | Headroom
+    | LogMax
+    | Histogram
+    | Saturation
+    | OverflowRate
+    | WindowFollowsScale
+    | RisingFloor
+)
+"""A policy that can be written."""
+
+KINDS: dict[str, type[SavedPolicy]] = {
+    "fixed": Fixed,
+    "dynamic": Dynamic,
+    "headroom": Headroom,
+    "log_max": LogMax,
+    "histogram": Histogram,
+    "saturation": Saturation,
+    "overflow_rate": OverflowRate,
+    "window_follows_scale": WindowFollowsScale,
+    "rising_floor": RisingFloor,
+}
+"""The name of each policy in files, and on the command line."""
+
+STATE_CLASSES = tuple({type(policy().init()): None for policy in KINDS.values()})
+"""The NamedTuples that their states are."""
 
 Portable: TypeAlias = dict[str, Any]
 """The object described above."""
@@ -40,7 +79,7 @@ Portable: TypeAlias = dict[str, Any]
 def to_portable(policy: Policy, state: ScaleState) -> Portable:
     """Return a policy and its state as one object of JSON types.
 
-    On a GPU this waits for the device: three numbers are copied to the host.
+    On a GPU this waits for the device: a few numbers are copied to the host.
 
     Raises:
         StateError: If the policy is not one of ours, or the state is not one scale
@@ -52,22 +91,22 @@ def to_portable(policy: Policy, state: ScaleState) -> Portable:
         >>> to_portable(policy, policy.init())["state"]
         {'scale': 1024.0, 'good_steps': 0, 'bad_steps': 0}
     """
-    for kind, policy_class in _KINDS.items():
+    for kind, policy_class in KINDS.items():
         if type(policy) is policy_class:
             settings = {"kind": kind, **asdict(policy)}
             break
     else:
         message = (
             f"A {type(policy).__name__} cannot be written: a portable state holds "
-            "lossscale's own Fixed or Dynamic. Save the fields of your policy and the "
-            "three numbers of its state yourself."
+            "lossscale's own policies. Save the fields of your policy and the "
+            "numbers of its state yourself."
         )
         raise StateError(message)
     checked = check_state(policy, state)
     return {"format": FORMAT, "policy": settings, "state": checked._asdict()}
 
 
-def from_portable(portable: Mapping[str, Any]) -> tuple[Fixed | Dynamic, ScaleState]:
+def from_portable(portable: Mapping[str, Any]) -> tuple[SavedPolicy, ScaleState]:
     """Return the policy and the state, as Python numbers, of a portable object.
 
     Pass both to the `init` of a framework's module to continue training.
@@ -89,22 +128,34 @@ def from_portable(portable: Mapping[str, Any]) -> tuple[Fixed | Dynamic, ScaleSt
             message = f"'{name}' must be an object, got {format_value(part)}."
             raise StateError(message)
     kind = settings.get("kind")
-    if not isinstance(kind, str) or kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         message = (
-            f"The policy's kind must be {' or '.join(_KINDS)}, got "
-            f"{format_value(kind)}."
+            f"The policy's kind must be {' or '.join(KINDS)}, got {format_value(kind)}."
         )
         raise StateError(message)
-    policy_class = _KINDS[kind]
+    policy = _parse_policy(KINDS[kind], settings, {"kind"})
+    state_class = type(policy.init())
+    _check_keys("the state", values, set(state_class._fields))
+    return policy, check_state(policy, state_class(**values))
+
+
+def _parse_policy(
+    policy_class: type[Any], settings: Mapping[str, Any], other_keys: set[str]
+) -> Any:
+    """Return a policy made of its settings, and of those of its rule."""
     names = {field.name for field in fields(policy_class)}
-    _check_keys("the policy", settings, names | {"kind"})
-    _check_keys("the state", values, set(ScaleState._fields))
+    _check_keys("the policy", settings, names | other_keys)
+    given = {name: settings[name] for name in names}
+    if "rule" in given:
+        if not isinstance(given["rule"], Mapping):
+            message = f"'rule' must be an object, got {format_value(given['rule'])}."
+            raise StateError(message)
+        given["rule"] = _parse_policy(Dynamic, given["rule"], set())
     try:
-        policy = policy_class(**{name: settings[name] for name in names})
+        return policy_class(**given)
     except LossScaleError as error:
         message = f"The policy is not usable: {error}"
         raise StateError(message) from error
-    return policy, check_state(policy, ScaleState(**values))
 
 
 def save(path: str | os.PathLike[str], policy: Policy, state: ScaleState) -> None:
@@ -157,7 +208,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         raise
 
 
-def load(path: str | os.PathLike[str]) -> tuple[Fixed | Dynamic, ScaleState]:
+def load(path: str | os.PathLike[str]) -> tuple[SavedPolicy, ScaleState]:
     """Read a policy and its state from a file written by `save`.
 
     Raises:
@@ -244,11 +295,14 @@ def _check_keys(what: str, given: Mapping[str, Any], expected: set[str]) -> None
 def check_state(policy: Policy, state: ScaleState) -> ScaleState:
     """Return a state as Python numbers, whatever arrays held it, if it can be used.
 
+    The result is of the type that the policy has. What a policy remembers starts from
+    its first state where the given one is of another type.
+
     Raises:
         StateError: If it is not one scale with two counters, or if the policy could
             never move it again.
     """
-    if not isinstance(state, ScaleState):
+    if not is_state(state):
         message = f"A state is a ScaleState, got {format_value(state)}."
         raise StateError(message)
     values = {
@@ -262,20 +316,8 @@ def check_state(policy: Policy, state: ScaleState) -> ScaleState:
         scale = validation.check_scale("The scale", scale)
     except LossScaleError as error:
         raise StateError(str(error)) from None
-    for name in ("good_steps", "bad_steps"):
-        counter = values[name]
-        if isinstance(counter, bool) or not isinstance(counter, Integral):
-            message = (
-                f"The counter '{name}' must be a whole number, got "
-                f"{format_value(counter)}."
-            )
-            raise StateError(message)
-        if not 0 <= int(counter) < _COUNTER_END:
-            message = (
-                f"The counter '{name}' must be 0 or more and below 2**31 - 1, got "
-                f"{format_value(counter)}."
-            )
-            raise StateError(message)
+    good_steps = _check_counter("good_steps", values["good_steps"])
+    bad_steps = _check_counter("bad_steps", values["bad_steps"])
     if isinstance(policy, Fixed) and (
         validation.as_float32(scale) != validation.as_float32(policy.scale)
     ):
@@ -283,10 +325,46 @@ def check_state(policy: Policy, state: ScaleState) -> ScaleState:
             f"The scale is {scale!r}, and the policy is fixed at {policy.scale!r}."
         )
         raise StateError(message)
-    if isinstance(policy, Dynamic) and policy.is_stuck(scale):
+    rule = getattr(policy, "rule", policy)
+    if isinstance(rule, Dynamic) and rule.is_stuck(scale):
         message = (
-            f"The scale {scale!r} is so far below min_scale={policy.min_scale!r} that "
+            f"The scale {scale!r} is so far below min_scale={rule.min_scale!r} that "
             "a policy with at_min='hold' could never move it."
         )
         raise StateError(message)
-    return ScaleState(scale, int(values["good_steps"]), int(values["bad_steps"]))
+    first = policy.init()
+    memory = _check_memory(first, values) if type(first) is type(state) else {}
+    return first._replace(
+        scale=scale, good_steps=good_steps, bad_steps=bad_steps, **memory
+    )
+
+
+def _check_counter(name: str, counter: Any) -> int:
+    """Return a counter of a state as a Python integer."""
+    if isinstance(counter, bool) or not isinstance(counter, Integral):
+        message = (
+            f"The counter '{name}' must be a whole number, got {format_value(counter)}."
+        )
+        raise StateError(message)
+    if not 0 <= int(counter) < _COUNTER_END:
+        message = (
+            f"The counter '{name}' must be 0 or more and below 2**31 - 1, got "
+            f"{format_value(counter)}."
+        )
+        raise StateError(message)
+    return int(counter)
+
+
+def _check_memory(first: State, values: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a policy remembers besides the three numbers, as Python floats."""
+    names = first._fields[len(ScaleState._fields) :]
+    expected = "a finite float32 number"
+    try:
+        return {
+            name: validation.check_number(
+                f"'{name}' in the state", values[name], expected
+            )
+            for name in names
+        }
+    except LossScaleError as error:
+        raise StateError(str(error)) from None

@@ -66,6 +66,32 @@ class Signal(NamedTuple):
     to square or add up. Such a step is skipped, so `finite` is False, and the scale
     stays where it is: no lower scale makes a true gradient smaller."""
 
+    above_edge: Array | None = None
+    """The fraction of gradient values, still scaled, whose magnitude is above the edge
+    of a policy that has one (`Histogram`, `Saturation`). No adapter measures it: those
+    policies then compare `amax`."""
+
+
+State: TypeAlias = Any
+"""A `ScaleState`, or a policy's own NamedTuple that starts with its three fields.
+
+Further fields hold what a policy remembers, each one float32 number. Type checkers
+cannot relate such a NamedTuple to `ScaleState`, and frameworks carry no subclass of it.
+"""
+
+
+def is_state(value: Any) -> bool:
+    """Whether this is a `ScaleState`, or a NamedTuple that starts with its fields."""
+    if isinstance(value, ScaleState):
+        return True
+    fields = getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
+    return fields[: len(ScaleState._fields)] == ScaleState._fields
+
+
+def list_dtypes(state: State) -> list[str]:
+    """Return the dtype of every field of a state: float32, and int32 for counters."""
+    return ["float32", "int32", "int32", *["float32"] * (len(state) - 3)]
+
 
 MEASUREMENTS = ("nan", "amax", "norm", "zero_fraction", "subnormal_fraction")
 """The fields of a `Signal` that `unscale` can measure when asked."""

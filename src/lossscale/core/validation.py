@@ -95,6 +95,28 @@ def check_count(name: str, value: Any) -> int:
     return result
 
 
+def check_window(name: str, value: Any) -> int:
+    """Return `value` as a number of steps that float32 counts ten times over."""
+    result = check_count(name, value)
+    if result > _LONGEST_WINDOW:
+        message = f"{name} must be at most {_LONGEST_WINDOW:,} steps, got {result:,}."
+        raise SettingError(message)
+    return result
+
+
+_LONGEST_WINDOW = 10**6
+
+
+def check_between(name: str, value: Any, low: float, high: float) -> float:
+    """Return `value` if it lies between two numbers, or is one of them."""
+    expected = f"a number from {low:g} to {high:g}"
+    result = check_number(name, value, expected)
+    if not low <= result <= high:
+        message = f"{name} must be {expected}, got {format_value(value)}."
+        raise SettingError(message)
+    return result
+
+
 def check_scale(name: str, value: Any) -> float:
     """Return `value` as a scale: positive, and finite with a finite reciprocal."""
     expected = "a positive float32 number from 2**-126 to 3.4028235e38"

@@ -26,7 +26,8 @@ try:
 except ModuleNotFoundError as error:
     raise explain_missing(error, "jax", "JAX") from None
 
-from lossscale.core.state import ScaleState, Signal
+from lossscale.core.portable import STATE_CLASSES
+from lossscale.core.state import Signal
 from lossscale.jax.accumulation import AccumulationResult, accumulate_gradients
 from lossscale.jax.alarm import CollapseAlarm
 from lossscale.jax.export import register_tuple
@@ -44,7 +45,7 @@ from lossscale.jax.retries import RetryResult, with_retries
 from lossscale.jax.value_and_grad import ValueAndGrad, value_and_grad
 
 for _kind in (
-    ScaleState,
+    *STATE_CLASSES,
     Signal,
     ValueAndGrad,
     AccumulationResult,

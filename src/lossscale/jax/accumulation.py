@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from lossscale.core import validation
-from lossscale.core.policies import Policy
+from lossscale.core.policies import Policy, wanted_measurements
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.jax import functional, gradient
 from lossscale.jax.arguments import (
@@ -100,6 +100,7 @@ def accumulate_gradients(
     drops = (
         validation.check_choice("on_overflow", on_overflow, ("drop", "skip")) == "drop"
     )
+    names = frozenset(wanted_measurements(policy))
     positions = normalize_argnums("argnums", argnums)
     split = normalize_argnums("batch_argnums", batch_argnums)
     batch_positions = [split] if isinstance(split, int) else list(split)
@@ -119,11 +120,12 @@ def accumulate_gradients(
             value, grads = differentiate_scaled(
                 fun, state, tuple(all_args), {}, argnums=positions, has_aux=has_aux
             )
-            unscaled, _, signal = functional.unscale_locally(
+            unscaled, signal = functional.unscale_locally(
                 grads,
                 state,
                 passthrough=passthrough,
                 loss=value[0] if has_aux else value,
+                names=names,
                 divisor=count_devices(axis_name),
             )
             if drops:  # else the devices decide once, at the end
@@ -220,12 +222,28 @@ def _combine_signals(signals: Signal) -> Signal:
     too_large: Array = signals.too_large
     loss_finite: Array = signals.loss_finite
     overflow = ~(signals.finite | too_large)
+    measured = {
+        name: reduce(getattr(signals, name))
+        for name, reduce in _REDUCTIONS.items()
+        if getattr(signals, name) is not None
+    }
     return Signal(
+        **measured,
         finite=jnp.all(signals.finite),
         too_large=jnp.any(too_large) & ~jnp.any(overflow),
         # An overflow with a finite loss is an overflow, even if another loss is NaN.
         loss_finite=jnp.all(loss_finite) | jnp.any(overflow & loss_finite),
     )
+
+
+_REDUCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "nan": jnp.any,
+    "amax": jnp.max,
+    "norm": jnp.max,
+    "zero_fraction": jnp.mean,
+    "subnormal_fraction": jnp.mean,
+}
+"""How the measurements of micro-batches, whose sizes are equal, become one."""
 
 
 def _to_step_signal(combined: Signal, *, applied: jax.Array) -> Signal:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lossscale.core.policies import Policy
-from lossscale.core.state import Array, ScaleState
+from lossscale.core.state import Array, is_state
 from lossscale.core.validation import format_value
 from lossscale.errors import GradientError, SettingError, SettingTypeError, StateError
 
@@ -26,7 +26,7 @@ def check_policy(policy: object) -> None:
 
 def check_state(state: object) -> None:
     """Raise unless this is a state: arguments of a step are easily swapped."""
-    if isinstance(state, ScaleState):
+    if is_state(state):
         return
     message = (
         f"The state is a {type(state).__name__}, expected the ScaleState that "

@@ -18,7 +18,7 @@ from lossscale.jax.types import AxisName
 
 _ANY = ("nan", "overflow")
 _LARGEST = ("amax", "norm")
-_MEAN = ("zero_fraction", "subnormal_fraction")
+_MEAN = ("zero_fraction", "subnormal_fraction", "above_edge")
 
 
 def has_axis(axis_name: AxisName) -> bool:

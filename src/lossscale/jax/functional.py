@@ -23,7 +23,7 @@ import numpy as np
 
 from lossscale.core import portable, validation
 from lossscale.core.policies import Dynamic, Policy, advance
-from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.state import Array, ScaleState, Signal, list_dtypes
 from lossscale.core.validation import format_value, require_signal
 from lossscale.errors import GradientError
 from lossscale.jax import gradient, selection
@@ -148,16 +148,14 @@ def unscale(
         ({'w': Array([2., 1.], dtype=float32)}, True)
     """
     names = validation.check_measurements(measure)
-    unscaled, results, signal = unscale_locally(
+    unscaled, signal = unscale_locally(
         grads,
         state,
         passthrough=passthrough,
         loss=loss,
+        names=names,
         divisor=count_devices(axis_name),
     )
-    if names:
-        scaled = [leaf for _, leaf in gradient.list_gradients(grads, passthrough)]
-        signal = signal._replace(**compute_measurements(scaled, results, names))
     return unscaled, reduce_signal(signal, axis_name)
 
 
@@ -167,11 +165,18 @@ def unscale_locally(
     *,
     passthrough: LeafPredicate,
     loss: PyTree,
+    names: frozenset[str] = frozenset(),
     divisor: int = 1,
-) -> tuple[PyTree, list[jax.Array], Signal]:
+) -> tuple[PyTree, Signal]:
     """Unscale gradients and check them, without a reduction over devices.
 
-    Returns the gradients, a list of the same arrays, and the signal.
+    Args:
+        grads: A pytree of scaled gradients.
+        state: The state whose scale multiplied the loss.
+        passthrough: Decides which leaves pass through.
+        loss: The loss before it was scaled, or `None`.
+        names: What to measure.
+        divisor: Divides the largest number that counts as squarable.
     """
     check_state(state)
     inverse = 1.0 / jnp.asarray(state.scale, jnp.float32)
@@ -188,7 +193,10 @@ def unscale_locally(
     if loss is not None:
         flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(loss)]
         signal = signal._replace(loss_finite=gradient.all_true(flags))
-    return unscaled, results, signal
+    if names:
+        scaled = [leaf for _, leaf in gradient.list_gradients(grads, passthrough)]
+        signal = signal._replace(**compute_measurements(scaled, results, names))
+    return unscaled, signal
 
 
 def make_signal(unscaled: list[jax.Array], divisor: int = 1) -> Signal:
@@ -231,6 +239,8 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
     flags = signal._replace(finite=finite)
     if signal.too_large is not None:
         flags = flags._replace(too_large=to_flags(signal.too_large))
+    if signal.amax is not None:
+        flags = flags._replace(amax=_saturate_magnitude(signal.amax))
     return _to_arrays(advance(policy, before, flags, where=jnp.where))
 
 
@@ -316,11 +326,13 @@ def apply_if_finite(
 
 def _to_arrays(state: ScaleState) -> ScaleState:
     """Return a state as strongly typed arrays, whose dtypes no step changes."""
-    return ScaleState(
-        jnp.asarray(state.scale, jnp.float32),
-        jnp.asarray(state.good_steps, jnp.int32),
-        jnp.asarray(state.bad_steps, jnp.int32),
-    )
+    pairs = zip(state, list_dtypes(state), strict=True)
+    return type(state)(*(jnp.asarray(value, dtype) for value, dtype in pairs))
+
+
+def _saturate_magnitude(amax: Array) -> jax.Array:
+    """Return a magnitude in float32; one beyond it as its largest number."""
+    return jnp.minimum(jnp.asarray(amax), validation.FLOAT32_MAX).astype(jnp.float32)
 
 
 def _saturate_to_float32(number: float) -> float:

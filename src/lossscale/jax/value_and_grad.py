@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from lossscale.core import validation
-from lossscale.core.policies import Policy
+from lossscale.core.policies import Policy, wanted_measurements
 from lossscale.core.state import ScaleState, Signal
 from lossscale.core.validation import format_value
 from lossscale.errors import ContextError, GradientError
@@ -72,7 +72,8 @@ def value_and_grad(
         argnums: Which arguments of `fun` to differentiate: a number, or several.
         has_aux: Whether `fun` returns a pair.
         axis_name: The mapped axes whose devices make one decision; see `unscale`.
-        measure: Further fields of the signal to fill; see `unscale`.
+        measure: Further fields of the signal to fill, besides those that the policy
+            reads; see `unscale`.
         passthrough: Which gradients are not unscaled; see `unscale`.
 
     Raises:
@@ -97,6 +98,7 @@ def value_and_grad(
     """
     check_policy(policy)
     names = validation.check_measurements(measure)
+    names |= set(wanted_measurements(policy))
     positions = normalize_argnums("argnums", argnums)
 
     @copy_name(fun)

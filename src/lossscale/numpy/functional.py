@@ -25,7 +25,7 @@ from lossscale.core import trees, validation
 from lossscale.core.headroom import largest_square
 from lossscale.core.policies import Policy, advance
 from lossscale.core.portable import check_state
-from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.state import Array, ScaleState, Signal, list_dtypes
 from lossscale.core.validation import format_value, require_signal
 from lossscale.errors import GradientError, MissingPackageError
 
@@ -54,9 +54,7 @@ def init(policy: Policy, state: ScaleState | None = None) -> ScaleState:
         np.float32(65536.0)
     """
     first = policy.init() if state is None else check_state(policy, state)
-    return ScaleState(
-        np.float32(first.scale), np.int32(first.good_steps), np.int32(first.bad_steps)
-    )
+    return _to_arrays(first, list_dtypes(first))
 
 
 def scale(loss: Any, state: ScaleState) -> Any:
@@ -152,10 +150,24 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
     flags = signal._replace(finite=finite)
     if flags.too_large is not None:
         flags = flags._replace(too_large=_flags(flags.too_large))
+    if flags.amax is not None:  # of float64 gradients it is float64
+        flags = flags._replace(amax=_saturate(flags.amax))
     with np.errstate(all="ignore"):
         moved = advance(policy, state, flags, where=np.where)
+    return _to_arrays(moved, [np.asarray(value).dtype for value in state])
+
+
+def _to_arrays(state: ScaleState, dtypes: list[Any]) -> ScaleState:
+    """Return a state as NumPy scalars, or arrays, of these dtypes."""
+    pairs = zip(state, dtypes, strict=True)
     # np.where returns arrays of no dimension; [()] makes scalars of them again.
-    return ScaleState(*(np.asarray(value)[()] for value in moved))
+    values = [np.asarray(value, dtype=dtype)[()] for value, dtype in pairs]
+    return type(state)(*values)
+
+
+def _saturate(amax: Any) -> Any:
+    """Return magnitudes in float32; those beyond it as its largest number."""
+    return np.minimum(amax, validation.FLOAT32_MAX, dtype=np.float64).astype(np.float32)
 
 
 def select(finite: Any, new: Any, old: Any) -> Any:

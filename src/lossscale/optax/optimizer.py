@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 
 from lossscale.core import validation
-from lossscale.core.policies import Dynamic, Policy
+from lossscale.core.policies import Dynamic, Policy, wanted_measurements
 from lossscale.errors import SettingError, SettingTypeError, StateError
 from lossscale.jax import functional
 from lossscale.jax.arguments import check_policy
@@ -149,11 +149,12 @@ class _LossScaledOptimizer:
     ) -> tuple[optax.Updates, LossScaledState]:
         """Return the updates and the next state; `updates` are scaled gradients."""
         _check_state(state)
-        unscaled, _, signal = functional.unscale_locally(
+        unscaled, signal = functional.unscale_locally(
             updates,
             state.scale_state,
             passthrough=self.passthrough,
             loss=extra_args.get("value"),
+            names=frozenset(wanted_measurements(self.policy)),
             divisor=_HEADROOM,
         )
         signal = reduce_signal(signal, self.axis_name)

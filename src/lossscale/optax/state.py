@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from lossscale.core.state import ScaleState
+from lossscale.core.state import ScaleState, is_state
 from lossscale.errors import StateError
 from lossscale.jax import functional
 from lossscale.jax.export import register_tuple
@@ -93,7 +93,7 @@ def get_scale_state(opt_state: PyTree) -> ScaleState:
         {'scale': 8.0, 'good_steps': 0, 'bad_steps': 0}
     """
     state = _find_only_state(opt_state).scale_state
-    return ScaleState(*(_unwrap(value) for value in state))
+    return type(state)(*(_unwrap(value) for value in state))
 
 
 def get_scale(opt_state: PyTree) -> jax.Array:
@@ -162,7 +162,7 @@ def with_scale_state(opt_state: State, state: ScaleState) -> State:
         Array(512., dtype=float32)
     """
     _find_only_state(opt_state)
-    if not isinstance(state, ScaleState):
+    if not is_state(state):
         message = (
             f"The new state is a {type(state).__name__}, expected a ScaleState, such "
             "as lossscale.jax.init(policy, state) returns."

@@ -25,7 +25,7 @@ from lossscale.core import trees, validation
 from lossscale.core.headroom import largest_square
 from lossscale.core.policies import Policy, advance
 from lossscale.core.portable import check_state
-from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.state import Array, ScaleState, Signal, list_dtypes
 from lossscale.core.validation import format_value, require_signal
 from lossscale.errors import GradientError, StructureError
 from lossscale.tensorflow import gradient
@@ -50,11 +50,8 @@ def init(policy: Policy, state: ScaleState | None = None) -> ScaleState:
         65536.0
     """
     first = policy.init() if state is None else check_state(policy, state)
-    return ScaleState(
-        tf.constant(first.scale, tf.float32),
-        tf.constant(first.good_steps, tf.int32),
-        tf.constant(first.bad_steps, tf.int32),
-    )
+    pairs = zip(first, list_dtypes(first), strict=True)
+    return type(first)(*(tf.constant(value, dtype) for value, dtype in pairs))
 
 
 @skip_autograph
@@ -135,7 +132,7 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
     require_signal(signal)
     if not tf.is_tensor(state.scale):
         state = init(policy, state)  # a policy's own first state: Python numbers
-    before = ScaleState(*map(tf.convert_to_tensor, state))
+    before = type(state)(*map(tf.convert_to_tensor, state))
     finite = _to_flags(signal.finite)
     if not any(map(finite.shape.is_compatible_with, ((), before.scale.shape))):
         message = (
@@ -146,9 +143,18 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
     flags = signal._replace(finite=finite)
     if flags.too_large is not None:
         flags = flags._replace(too_large=_to_flags(flags.too_large))
+    if flags.amax is not None:
+        flags = flags._replace(amax=saturate(flags.amax))
     after = advance(policy, before, flags, where=_where)
     pairs = zip(after, before, strict=True)
-    return ScaleState(*(tf.cast(new, old.dtype) for new, old in pairs))
+    return type(before)(*(tf.cast(new, old.dtype) for new, old in pairs))
+
+
+def saturate(amax: Any) -> tf.Tensor:
+    """Return a magnitude in float32; one beyond it as its largest number."""
+    wide = tf.convert_to_tensor(amax)
+    largest = tf.constant(validation.FLOAT32_MAX, wide.dtype)
+    return tf.cast(tf.minimum(wide, largest), tf.float32)
 
 
 @skip_autograph

@@ -28,7 +28,7 @@ import torch
 from lossscale.core import trees, validation
 from lossscale.core.policies import Policy, advance
 from lossscale.core.portable import check_state
-from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.state import Array, ScaleState, Signal, list_dtypes
 from lossscale.core.trees import map_leaves
 from lossscale.core.validation import format_value, plain_number, require_signal
 from lossscale.errors import GradientError, StructureError
@@ -55,12 +55,16 @@ def init(
         tensor(65536.)
     """
     first = policy.init() if state is None else check_state(policy, state)
-    return ScaleState(
-        # Not torch.tensor, which waits for the device.
-        torch.full((), first.scale, dtype=torch.float32, device=device),
-        torch.full((), first.good_steps, dtype=torch.int32, device=device),
-        torch.full((), first.bad_steps, dtype=torch.int32, device=device),
-    )
+    pairs = zip(first, list_dtypes(first), strict=True)
+    # Not torch.tensor, which waits for the device.
+    values = [
+        torch.full((), value, dtype=_DTYPES[name], device=device)
+        for value, name in pairs
+    ]
+    return type(first)(*values)
+
+
+_DTYPES = {"float32": torch.float32, "int32": torch.int32}
 
 
 def scale(loss: Any, state: ScaleState) -> Any:
@@ -156,14 +160,22 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         )
         raise GradientError(message)
     device = gradient.common_device([state.scale, finite], state.scale.device)
-    before = ScaleState(*(gradient.move(value, device) for value in state))
+    before = type(state)(*(gradient.move(value, device) for value in state))
     flags = signal._replace(finite=gradient.move(finite, device))
     if flags.too_large is not None:
         too_large = gradient.move(_booleans(flags.too_large), device)
         flags = flags._replace(too_large=too_large)
+    if flags.amax is not None:
+        flags = flags._replace(amax=_to_float32(flags.amax, device))
     after = advance(policy, before, flags, where=torch.where)
     pairs = zip(after, before, strict=True)
-    return ScaleState(*(new.to(old.dtype) for new, old in pairs))
+    return type(before)(*(new.to(old.dtype) for new, old in pairs))
+
+
+def _to_float32(amax: Any, device: torch.device) -> torch.Tensor:
+    """Return a magnitude in float32; one beyond it as its largest number."""
+    wide = _tensor(amax, device)
+    return gradient.move(wide, device).clamp(max=validation.FLOAT32_MAX).float()
 
 
 def select(finite: Any, new: Any, old: Any) -> Any:

@@ -191,11 +191,11 @@ class GradScaler(torch.amp.GradScaler):
             factors = torch_factors(given)
             self._growth_factor, self._backoff_factor, self._growth_interval = factors
         self._scale_update = self._make_scale_update()
-        self._state = ScalerState()
+        first = self._scale_update.first
         if state is not None:
-            scale, good_steps, bad_steps = check_state(self._scale_update.policy, state)
-            self._init_scale, self._init_growth_tracker = scale, good_steps
-            self._state = ScalerState(bad_steps)
+            first = check_state(self._scale_update.policy, state)
+            self._init_scale, self._init_growth_tracker = first.scale, first.good_steps
+        self._state = ScalerState(first)
 
     def _make_caches(self) -> None:
         """Create what is never pickled."""
@@ -249,8 +249,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return ScaleState(1.0, 0, 0)
         if self._scale is None or self._growth_tracker is None:
-            bad_steps, _ = self._state.numbers()
-            return ScaleState(self._init_scale, self._init_growth_tracker, bad_steps)
+            return self._state.initial(self._init_scale, self._init_growth_tracker)
         return self._state.current(self._scale, self._growth_tracker)
 
     @computed
@@ -1104,8 +1103,9 @@ class GradScaler(torch.amp.GradScaler):
 
         Entries: `scale`, `growth_factor`, `backoff_factor`, `growth_interval`,
         `_growth_tracker`; `bad_steps` (overflows counted towards a back-off),
-        `total_steps`, `skipped_steps`, `consecutive_skips`. Empty if the scaler is
-        disabled.
+        `total_steps`, `skipped_steps`, `consecutive_skips`; with a policy that
+        remembers more, such as `Headroom`, that as well under `memory`. Empty if the
+        scaler is disabled.
         """
         state_dict = super().state_dict()
         if self._enabled:
@@ -1124,11 +1124,11 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or not state_dict:
             super().load_state_dict(state_dict)  # which says what torch says
             return
-        entries, bad_steps, counters = parse_state_dict(
+        entries, state, counters = parse_state_dict(
             state_dict, self._options.policy, self._factors()
         )
         super().load_state_dict(entries)
-        self._state.set_numbers(bad_steps, counters)
+        self._state.set_numbers(state, counters)
         self._use(self._make_scale_update())
         if self._iteration.has_failed:
             self.discard()

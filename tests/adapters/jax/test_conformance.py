@@ -7,6 +7,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from conformance import (  # noqa: E402
+    DataPolicyConformance,
     Framework,
     FunctionalConformance,
     HeadroomConformance,
@@ -17,7 +18,7 @@ import lossscale.jax as ls  # noqa: E402
 NARROW = ("float16", "float32")
 
 
-class OnlyComplex64(FunctionalConformance, HeadroomConformance):
+class OnlyComplex64(FunctionalConformance, DataPolicyConformance, HeadroomConformance):
     """Without 64-bit numbers there is no complex128."""
 
     @pytest.mark.parametrize("dtype", ["complex64"])
@@ -42,7 +43,7 @@ class TestJit(OnlyComplex64):
     )
 
 
-class TestWide(FunctionalConformance, HeadroomConformance):
+class TestWide(FunctionalConformance, DataPolicyConformance, HeadroomConformance):
     """Where 64-bit numbers are enabled, the state stays float32 and int32."""
 
     framework = Framework(

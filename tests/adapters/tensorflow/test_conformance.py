@@ -7,6 +7,7 @@ tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed")
 import numpy as np  # noqa: E402
 from conformance import (  # noqa: E402
     ClassicConformance,
+    DataPolicyConformance,
     Framework,
     FunctionalConformance,
     HeadroomConformance,
@@ -26,15 +27,20 @@ def compiled(**options):
     )
 
 
-class TestEager(FunctionalConformance, HeadroomConformance, ClassicConformance):
+class TestEager(
+    FunctionalConformance,
+    DataPolicyConformance,
+    HeadroomConformance,
+    ClassicConformance,
+):
     framework = EAGER
 
 
-class TestFunction(FunctionalConformance, HeadroomConformance):
+class TestFunction(FunctionalConformance, DataPolicyConformance, HeadroomConformance):
     framework = compiled()
 
 
-class TestXla(FunctionalConformance, HeadroomConformance):
+class TestXla(FunctionalConformance, DataPolicyConformance, HeadroomConformance):
     framework = compiled(jit_compile=True)
 
 

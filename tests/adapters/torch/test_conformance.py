@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import numpy as np  # noqa: E402
 from conformance import (  # noqa: E402
     ClassicConformance,
+    DataPolicyConformance,
     Framework,
     FunctionalConformance,
     HeadroomConformance,
@@ -26,7 +27,7 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-class TestEager(FunctionalConformance, HeadroomConformance):
+class TestEager(FunctionalConformance, DataPolicyConformance, HeadroomConformance):
     framework = Framework(module=ls, array=array, numpy=np.asarray, complex=True)
 
 
@@ -34,7 +35,7 @@ class TestClassic(ClassicConformance):
     framework = Framework(module=classic, array=array, numpy=np.asarray, complex=True)
 
 
-class TestCompiled(FunctionalConformance, HeadroomConformance):
+class TestCompiled(FunctionalConformance, DataPolicyConformance, HeadroomConformance):
     framework = Framework(
         module=ls, array=array, numpy=np.asarray, complex=True, compile=compiled
     )

@@ -51,7 +51,7 @@ def record_in_jit(
         )
 
     values = {
-        "state": tuple(state),
+        "state": tuple(state[:3]),
         "signal": signal._asdict(),
         "step": step,
         "loss": loss,

@@ -56,6 +56,8 @@ class StateTensors(NamedTuple):
     """int32: steps, skipped steps, consecutive skipped steps."""
     settings: torch.Tensor | None
     """float64: the numbers that the kernel reads; `None` without a kernel."""
+    memory: tuple[torch.Tensor, ...] = ()
+    """float32, of no dimension: what the policy remembers besides."""
 
 
 class StepOutcome(NamedTuple):
@@ -133,6 +135,8 @@ class ScaleUpdate:
         self._in_float64 = in_float64 and not _is_exact(policy)
         self.runs_on_host = isinstance(policy, Fixed) or in_float64 or _is_exact(policy)
         """Whether Python numbers give the same results as float32 tensors."""
+        self.first = policy.init()
+        """The first state, as Python numbers."""
         self.is_builtin = type(policy) in (Fixed, Dynamic)
         """Whether the policy reads nothing but the flags."""
         self.checks_loss = bool(getattr(policy, "hold_on_nonfinite_loss", False))
@@ -176,10 +180,13 @@ class ScaleUpdate:
         scale = tensors.scale
         if self._in_float64 and scale.device.type != "mps":
             scale = scale.double()
-        state = ScaleState(scale, tensors.good_steps, tensors.bad_steps)
+        kept = tensors.good_steps, tensors.bad_steps, *tensors.memory
+        kept = kept[: len(self.first) - 1]  # a scale that is set leaves the memory
+        state = type(self.first)(scale, *kept)
         moved = self._advance(state, signal(), torch.where)
         # The scale last: an interrupt in between must not move it twice.
-        for tensor, value in zip(tensors[2::-1], moved[::-1], strict=True):
+        targets = *kept[::-1], tensors.scale
+        for tensor, value in zip(targets, moved[::-1], strict=True):
             tensor.copy_(torch.as_tensor(value, device=tensor.device))
         skipped = outcome.flags[outcome.skipped_at] != 0.0
         steps, total, consecutive = tensors.counters.unbind()

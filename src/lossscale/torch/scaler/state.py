@@ -2,10 +2,11 @@
 """`ScalerState`: the part of a scaler's state that torch's class does not have.
 
 torch's class owns `_scale` and `_growth_tracker`. Added here: the overflows counted
-towards a back-off and three step counters: Python integers where the scale is on a CPU,
-tensors next to it elsewhere. Tensors are changed in place and keep their identity, so
-that a captured CUDA graph reads and writes them whatever is set or loaded later.
-(Intervals are part of the graph itself, as they are with torch's class.)
+towards a back-off, three step counters, and what a policy remembers: Python numbers
+where the scale is on a CPU, tensors next to it elsewhere. Tensors are changed in place
+and keep their identity, so that a captured CUDA graph reads and writes them whatever is
+set or loaded later. (Intervals are part of the graph itself, as they are with torch's
+class.)
 """
 
 from typing import Any, TypeAlias
@@ -33,11 +34,15 @@ COUNTERS = ("total_steps", "skipped_steps", "consecutive_skips")
 
 
 class ScalerState:
-    """Overflows counted towards a back-off, step counters, and kernel settings."""
+    """Overflows counted, what a policy remembers, step counters, kernel settings."""
 
-    def __init__(self, bad_steps: int = 0) -> None:
-        self._bad_steps = bad_steps
+    def __init__(self, first: ScaleState) -> None:
+        self._bad_steps: int = first.bad_steps
         self._counters = [0, 0, 0]
+        self._first = first
+        """The policy's own type of state, and what it remembers at first."""
+        self._memory: tuple[torch.Tensor, ...] = ()
+        """The same as tensors, made together with the others."""
         self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None
         self._tensors = None
         """Overflow count, counters and kernel settings, if they are on a device."""
@@ -50,20 +55,35 @@ class ScalerState:
             self._counters = counters.tolist()
         return self._bad_steps, list(self._counters)
 
-    def set_numbers(self, bad_steps: int, counters: list[int]) -> None:
-        """Set the overflow count and the counters, in place."""
-        self._bad_steps, self._counters = bad_steps, list(counters)
+    def memory(self) -> dict[str, float]:
+        """Return what the policy remembers, by name; waits for the device."""
+        values = [tensor.item() for tensor in self._memory] or self._first[3:]
+        return dict(zip(self._first._fields[3:], values, strict=True))
+
+    def set_numbers(self, state: ScaleState, counters: list[int]) -> None:
+        """Set all but the scale and the growth tracker, in place."""
+        self._first = state
+        self._bad_steps, self._counters = state.bad_steps, list(counters)
         if self._tensors is not None:
             self._fill(*self._tensors[:2])
 
+    def initial(self, scale: float, growth_tracker: int) -> ScaleState:
+        """Return the state before any tensor was made, as Python numbers."""
+        return self._first._replace(
+            scale=scale, good_steps=growth_tracker, bad_steps=self._bad_steps
+        )
+
     def current(self, scale: torch.Tensor, growth_tracker: torch.Tensor) -> ScaleState:
-        """Return the scale and its two counters, as tensors."""
+        """Return the scale, its counters and what the policy remembers, as tensors."""
         if self._tensors is not None:
-            return ScaleState(scale, growth_tracker, self._tensors[0])
+            kept = self._tensors[0], *self._memory
+            return type(self._first)(scale, growth_tracker, *kept)
         bad_steps = torch.full(
             (), self._bad_steps, dtype=torch.int32, device=scale.device
         )
-        return ScaleState(scale, growth_tracker, bad_steps)
+        values: tuple[float, ...] = self._first[3:]
+        memory = [torch.full((), value, device=scale.device) for value in values]
+        return type(self._first)(scale, growth_tracker, bad_steps, *memory)
 
     def write_settings(self, update: ScaleUpdate) -> None:
         """Write the settings of another policy where the kernel reads them."""
@@ -121,9 +141,13 @@ class ScalerState:
             bad_steps = torch.zeros((), dtype=torch.int32, device=device)
             counters = torch.zeros(3, dtype=torch.int32, device=device)
             self._tensors = bad_steps, counters, update.make_settings(device)
+            self._memory = tuple(
+                torch.zeros((), device=device, dtype=torch.float32)
+                for _ in self._first[3:]
+            )
             self._fill(bad_steps, counters)
             update.write_settings(self._tensors[2])
-        return StateTensors(scale, growth_tracker, *self._tensors)
+        return StateTensors(scale, growth_tracker, *self._tensors, self._memory)
 
     def _fill(self, bad_steps: torch.Tensor, counters: torch.Tensor) -> None:
         """Write the host's numbers into their tensors."""
@@ -131,24 +155,38 @@ class ScalerState:
         # Not torch.tensor(..., device): that copies, which a graph cannot capture.
         for slot, count in zip(counters, self._counters, strict=True):
             slot.fill_(count)
+        values: tuple[float, ...] = self._first[3:]
+        for tensor, value in zip(self._memory, values, strict=True):
+            tensor.fill_(value)
 
     # -- saving ------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
         """Return the entries that torch's class does not have."""
         bad_steps, counters = self.numbers()
-        return {"bad_steps": bad_steps, **dict(zip(COUNTERS, counters, strict=True))}
+        memory = self.memory()
+        return {
+            "bad_steps": bad_steps,
+            **dict(zip(COUNTERS, counters, strict=True)),
+            **({"memory": memory} if memory else {}),
+        }
 
     def __getstate__(self) -> StateDict:
         """Return Python numbers."""
         bad_steps, counters = self.numbers()
-        return {"_bad_steps": bad_steps, "_counters": counters, "_tensors": None}
+        return {
+            "_bad_steps": bad_steps,
+            "_counters": counters,
+            "_tensors": None,
+            "_first": self._first._replace(**self.memory()),
+            "_memory": (),
+        }
 
 
 def parse_state_dict(
     state_dict: StateDict, policy: Policy | None, factors: tuple[float, float, int]
-) -> tuple[StateDict, int, list[int]]:
-    """Return torch's entries of a state dict, overflows and counters; validated.
+) -> tuple[StateDict, ScaleState, list[int]]:
+    """Return torch's entries of a state dict, the state and counters; validated.
 
     Args:
         state_dict: From this class or from torch's.
@@ -171,14 +209,21 @@ def parse_state_dict(
         state_dict["_growth_tracker"],
         state_dict.get("bad_steps", 0),
     )
-    scale, good_steps, bad_steps = check_state(policy, state)
+    first = policy.init()
+    memory = state_dict.get("memory", {})
+    if not isinstance(memory, dict):
+        message = f"'memory' must be a dict, got {format_value(memory)}."
+        raise StateError(message)
+    if set(memory) == set(first._fields[3:]):
+        state = first._replace(**state._asdict(), **memory)
+    checked = check_state(policy, state)
     counters = [_parse_count(state_dict, name) for name in COUNTERS]
     entries = {
         **dict(zip(SETTINGS, given, strict=True)),
-        "scale": scale,
-        "_growth_tracker": good_steps,
+        "scale": checked.scale,
+        "_growth_tracker": checked.good_steps,
     }
-    return entries, bad_steps, counters
+    return entries, checked, counters
 
 
 def _parse_count(state_dict: StateDict, name: str) -> int:

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the data policies share: the rule that they fall back to, and its bounds."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from lossscale.core.policies import Dynamic
+from lossscale.core.rule import transition
+from lossscale.core.state import Array, ScaleState, Signal, State, Where
+from lossscale.core.validation import SMALLEST_NORMAL, as_float32, format_value
+from lossscale.errors import SettingTypeError
+
+NEVER = 2**31 - 2
+"""A threshold that no counter reaches."""
+
+
+@dataclass(frozen=True)
+class RuleBased:
+    """A policy that holds a `Dynamic` and follows it where it knows nothing better."""
+
+    wants: ClassVar[tuple[str, ...]] = ()
+    """The fields of a `Signal` that the policy reads besides the flags."""
+
+    rule: Dynamic = field(default_factory=Dynamic)
+    """Where the scale starts, its bounds, and what an overflow does to it."""
+
+    def __post_init__(self) -> None:
+        """Check the rule."""
+        if not isinstance(self.rule, Dynamic):
+            message = f"rule must be a Dynamic, got {format_value(self.rule)}."
+            raise SettingTypeError(message)
+
+    @property
+    def hold_on_nonfinite_loss(self) -> bool:
+        """Whether a step whose loss was not finite leaves the state as it is."""
+        return self.rule.hold_on_nonfinite_loss
+
+    def follow_rule(
+        self, state: State, signal: Signal, where: Where, **replaced: Any
+    ) -> ScaleState:
+        """Return the scale and the counters after a step by the rule.
+
+        Args:
+            state: The state before the step.
+            signal: What the step measured.
+            where: The framework's select.
+            replaced: Settings of the rule that differ in this step.
+        """
+        settings = self.rule.settings._replace(**replaced)
+        scale, good_steps, bad_steps = state[:3]
+        moved = transition(
+            scale,
+            good_steps,
+            bad_steps,
+            signal.finite,
+            *settings,
+            *self.rule.switches,
+            where,
+        )
+        return ScaleState(*moved)
+
+    def keep_if_loss_nonfinite(
+        self, before: State, after: State, signal: Signal, where: Where
+    ) -> State:
+        """Return the state before a step if its loss was not finite, else after."""
+        return self.rule.keep_if_loss_nonfinite(before, after, signal, where)
+
+    def raise_scale(self, scale: Array, factor: float, where: Where) -> Array:
+        """Return a scale times a factor above 1, or as it is if the cap is below."""
+        up = scale * factor
+        return where(up <= self.rule.settings.max_scale, up, scale)
+
+    def lower_scale(self, scale: Array, divisor: Array, where: Where) -> Array:
+        """Return a scale divided by a number of 1 or more, held at the floor."""
+        down = scale / divisor
+        return where(
+            down >= self.rule.settings.min_scale, down, self.rule.settings.min_scale
+        )
+
+
+def observe_magnitude(
+    signal: Signal, scale: Array, at_overflow: Array, where: Where
+) -> Array:
+    """Return the largest magnitude of a step without its scale; 0.0 if there is none.
+
+    Subnormal results count as none: some frameworks flush them to zero. Results are
+    held within 2**126.
+
+    Args:
+        signal: What the step measured, `amax` included.
+        scale: The scale of the step.
+        at_overflow: What an overflow counts as.
+        where: The framework's select.
+    """
+    seen = where(signal.finite, signal.amax / scale, at_overflow)
+    seen = where(seen <= _LARGEST_SEEN, seen, _LARGEST_SEEN)
+    return where(seen >= SMALLEST_NORMAL, seen, 0.0)
+
+
+_LARGEST_SEEN = 2.0**126
+
+
+def is_above_edge(
+    signal: Signal, edge: float, fraction: float, *, inclusive: bool = False
+) -> Array | None:
+    """Return whether more than a fraction of the values is above an edge.
+
+    The largest magnitude alone decides where the fraction was not measured; `None`
+    where that was not measured either.
+    """
+    if signal.above_edge is not None:
+        return signal.above_edge > as_float32(fraction)
+    if signal.amax is None:
+        return None
+    limit = as_float32(edge)
+    return signal.amax >= limit if inclusive else signal.amax > limit

@@ -1,0 +1,76 @@
+"""Policies that see more than a flag, where JAX's functions own the step."""
+
+import pytest
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from conformance import DATA_POLICIES  # noqa: E402
+from jax import export  # noqa: E402
+
+import lossscale.jax as ls  # noqa: E402
+import lossscale.numpy as reference  # noqa: E402
+from lossscale import Dynamic, Headroom, Signal  # noqa: E402
+
+every_policy = pytest.mark.parametrize(
+    "policy", DATA_POLICIES, ids=lambda policy: type(policy).__name__
+)
+
+
+def loss(weight, x):
+    return jnp.sum((weight * x).astype(jnp.float16)).astype(jnp.float32)
+
+
+@every_policy
+def test_value_and_grad_measures_what_the_policy_reads(policy):
+    step = jax.jit(ls.value_and_grad(loss, policy))
+    state, expected = ls.init(policy), reference.init(policy)
+    for x in (0.5, 3.0, np.inf, 0.25, 1e-3, 20.0):
+        scale = np.float32(state.scale)
+        _, _, signal, state = step(state, jnp.float32(1.0), jnp.float32(x))
+        amax = None if signal.amax is None else np.asarray(signal.amax)
+        expected = reference.update(
+            policy, expected, Signal(np.asarray(signal.finite), amax=amax)
+        )
+        assert tuple(map(float, expected)) == tuple(map(float, state))
+        assert ("amax" in policy.wants) == (signal.amax is not None)
+        if amax is not None and signal.finite:
+            assert np.float32(np.float16(x)) * scale == pytest.approx(amax, rel=1e-3)
+
+
+def test_micro_batches_count_with_the_largest_of_them():
+    policy = Headroom(Dynamic(init_scale=8.0))
+    step = jax.jit(ls.accumulate_gradients(lambda w, x: w * x, policy))
+    batches = jnp.array([1.0, 16.0, 4.0])
+    state = step(ls.init(policy), jnp.float32(1.0), batches).state
+    assert 16.0 == float(state.peak)
+
+
+@every_policy
+def test_a_step_is_compiled_once_and_scans(policy):
+    def body(state, x):
+        result = ls.value_and_grad(loss, policy)(state, jnp.float32(1.0), x)
+        return result.state, result.state.scale
+
+    xs = jnp.array([0.5, 3.0, jnp.inf, 0.25])
+    last, scales = jax.jit(lambda s: jax.lax.scan(body, s, xs))(ls.init(policy))
+    assert float(last.scale) == float(scales[-1])
+
+
+@every_policy
+def test_a_state_goes_through_jax_export(policy):
+    step = jax.jit(lambda state: ls.update(policy, state, Signal(jnp.bool_(True))))
+    state = ls.init(policy)
+    exported = export.export(step)(state)
+    again = export.deserialize(exported.serialize())
+    assert step(state) == again.call(state)
+
+
+@every_policy
+def test_devices_of_an_axis_make_one_decision(policy):
+    step = ls.value_and_grad(loss, policy, axis_name="devices")
+    run = jax.vmap(step, in_axes=(None, None, 0), axis_name="devices")
+    state = run(ls.init(policy), jnp.float32(1.0), jnp.array([0.5, 8.0])).state
+    for value in state:
+        assert value[0] == value[1]
