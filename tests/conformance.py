@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,8 @@ from lossscale import (
 from lossscale.errors import GradientError, LossScaleError, StructureError
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+TOGETHER = 9
+"""How many rows one compiled function updates; a compiler takes longer for more."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,14 @@ class Framework:
     """Whether complex gradients are taken; refused otherwise."""
     compile: Callable[[Callable], Callable] = lambda function: function
     """Compiles a function of arrays, where the framework does that."""
+
+
+@cache
+def compile_unscale(framework, measure):
+    """Return the compiled function; compiled once for each shape, for all tests."""
+    return framework.compile(
+        lambda tree, state: framework.module.unscale(tree, state, measure=measure)
+    )
 
 
 class Layer(NamedTuple):
@@ -116,11 +127,9 @@ class FunctionalConformance:
     def state(self, scale, good=0, bad=0):
         return self.framework.module.init(Dynamic(), ScaleState(scale, good, bad))
 
-    def unscale(self, grads, scale, **options):
+    def unscale(self, grads, scale, measure=()):
         """Run the function on NumPy gradients, compiled where that is possible."""
-        run = self.framework.compile(
-            lambda tree, state: self.framework.module.unscale(tree, state, **options)
-        )
+        run = compile_unscale(self.framework, measure)
         return run(self.arrays(grads), self.state(scale))
 
     def finite(self, grads, scale=1.0):
@@ -282,41 +291,76 @@ class FunctionalConformance:
         with pytest.raises(LossScaleError, match=r"median.*amax"):
             self.framework.module.unscale([], self.state(1.0), measure=("median",))
 
-    def trajectory(self, policy, flags):
-        """Return the plain states after each step, with one compiled update."""
+    def trajectories(self, rows):
+        """Return the plain states after each step, for pairs of a policy and its flags.
+
+        To compile costs more than to run, so some rows of similar length are updated
+        by one compiled function.
+        """
+        order = sorted(range(len(rows)), key=lambda row: len(rows[row][1]))
+        found = {}
+        for start in range(0, len(rows), TOGETHER):
+            group = order[start : start + TOGETHER]
+            states = self.update_together([rows[row] for row in group])
+            found |= dict(zip(group, states, strict=True))
+        return [found[row] for row in range(len(rows))]
+
+    def update_together(self, rows):
+        """Return the plain states after each step of rows, from one function."""
         module = self.framework.module
-        step = self.framework.compile(
-            lambda state, finite: module.update(policy, state, Signal(finite))
-        )
-        state, states = module.init(policy), []
-        for flag in flags:
-            state = step(state, self.framework.array(np.asarray(flag)))
-            states.append(self.plain(state))
-        values = [self.framework.numpy(value) for value in state]
-        assert ["float32", "int32", "int32"] == [str(v.dtype) for v in values]
-        return states
+        policies = [policy for policy, _ in rows]
+
+        @self.framework.compile
+        def step(states, flags):
+            lanes = zip(policies, states, flags, strict=True)
+            return [
+                module.update(policy, state, Signal(finite))
+                for policy, state, finite in lanes
+            ]
+
+        states = [module.init(policy) for policy in policies]
+        found = [[] for _ in rows]
+        for number in range(max(len(flags) for _, flags in rows)):
+            # Rows that have ended go on, and nobody looks.
+            given = [flags[number] if number < len(flags) else True for _, flags in rows]
+            states = step(states, [self.flag(flag) for flag in given])
+            for (_, flags), state, seen in zip(rows, states, found, strict=True):
+                if number < len(flags):
+                    seen.append(self.plain(state))
+        for state in states:
+            values = [self.framework.numpy(value) for value in state]
+            assert ["float32", "int32", "int32"] == [str(v.dtype) for v in values]
+        return found
 
     def test_trajectories_are_those_of_the_recorded_manager(self):
-        for row in sampled(
+        rows = sampled(
             "tensorflow/contrib_exponential.tf1.15.5.eager", "init_loss_scale"
-        ):
-            policy = recordings.tensorflow_contrib(row["config"])
+        )
+        found = self.trajectories(
+            [(recordings.tensorflow_contrib(row["config"]), row["finite"]) for row in rows]
+        )
+        for row, states in zip(rows, found, strict=True):
             expected = list(zip(row["scale"], row["good"], row["bad"], strict=True))
-            assert expected == self.trajectory(policy, row["finite"])
+            assert expected == states, row["config"]
 
     def test_division_is_that_of_the_recorded_loss_scale(self):
-        for row in sampled("tensorflow/dynamic.tf2.3.4.eager", "initial_loss_scale"):
-            policy = recordings.tensorflow(row["config"])
-            scales = [scale for scale, _, _ in self.trajectory(policy, row["finite"])]
-            assert row["scale"] == scales
+        rows = sampled("tensorflow/dynamic.tf2.3.4.eager", "initial_loss_scale")
+        found = self.trajectories(
+            [(recordings.tensorflow(row["config"]), row["finite"]) for row in rows]
+        )
+        for row, states in zip(rows, found, strict=True):
+            assert row["scale"] == [scale for scale, _, _ in states], row["config"]
 
     def test_trajectories_of_other_switches_are_those_of_the_recordings(self):
-        rng = random.Random(5)
-        for row in rng.sample(read("recorded/megatron"), 10):
-            policy = recordings.megatron(row["config"])
-            flags = [flag == "1" for flag in row["finite"]]
-            scales = [scale for scale, _, _ in self.trajectory(policy, flags)]
-            assert row["scale"] == scales
+        rows = random.Random(5).sample(read("recorded/megatron"), 10)
+        found = self.trajectories(
+            [
+                (recordings.megatron(row["config"]), [f == "1" for f in row["finite"]])
+                for row in rows
+            ]
+        )
+        for row, states in zip(rows, found, strict=True):
+            assert row["scale"] == [scale for scale, _, _ in states], row["config"]
 
     def test_select_takes_the_new_values_on_a_finite_step_only(self):
         new = self.arrays({"w": np.float32([1.0]), "slots": [np.float32(2.0), None]})
@@ -450,23 +494,30 @@ class DataPolicyConformance:
             state = step(state, self.flag(finite), self.framework.array(amax))
             assert self.plain(expected) == self.plain(state)
 
-    @pytest.mark.parametrize("policy", DATA_POLICIES, ids=lambda p: type(p).__name__)
-    def test_it_reads_what_unscale_measures(self, policy):
+    def test_each_reads_what_unscale_measures(self):
+        """All of them in one function: to compile costs more than to run."""
         module = self.framework.module
 
         @self.framework.compile
-        def step(state, gradient):
-            _, signal = module.unscale([gradient], state, measure=policy.wants)
-            return module.update(policy, state, signal)
+        def step(states, gradient):
+            signals = [
+                module.unscale([gradient], state, measure=policy.wants)[1]
+                for policy, state in zip(DATA_POLICIES, states, strict=True)
+            ]
+            return [
+                module.update(*given)
+                for given in zip(DATA_POLICIES, states, signals, strict=True)
+            ]
 
-        state = module.init(policy)
+        states = [module.init(policy) for policy in DATA_POLICIES]
         for dtype in self.framework.dtypes:
             gradient = np.array([3.0, -70.0, 0.5], dtype)
-            state = step(state, self.framework.array(gradient))
-        assert 0 < self.plain(state)[0] < math.inf
-        assert ["float32", "int32", "int32"] == [
-            str(self.framework.numpy(value).dtype) for value in state[:3]
-        ]
+            states = step(states, self.framework.array(gradient))
+        for policy, state in zip(DATA_POLICIES, states, strict=True):
+            assert 0 < self.plain(state)[0] < math.inf, policy
+            assert ["float32", "int32", "int32"] == [
+                str(self.framework.numpy(value).dtype) for value in state[:3]
+            ], policy
 
     @pytest.mark.parametrize("policy", DATA_POLICIES, ids=lambda p: type(p).__name__)
     def test_its_state_goes_through_json_and_back(self, policy):

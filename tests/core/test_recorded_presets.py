@@ -6,7 +6,7 @@ which run the originals.
 
 import pytest
 from helpers import recordings
-from helpers.traces import check_equal_while, read, replay
+from helpers.traces import check_equal_while, read, replay, replay_together
 
 from lossscale import presets
 
@@ -38,7 +38,15 @@ def counters_of(name, row, policy):
 
 @pytest.mark.parametrize("name", TRANSLATE)
 def test_a_preset_takes_the_steps_of_the_first_rows(name):
-    check_rows(name, read(f"recorded/{name}")[:20])
+    rows = read(f"recorded/{name}")[:20]
+    policies = [TRANSLATE[name](row["config"]) for row in rows]
+    alone = [
+        replay(*pair) for pair in zip(policies, map(flags_of, rows), strict=True)
+    ]
+    check_rows(name, rows, policies, alone)
+    # All rows below are replayed side by side.
+    pairs = list(zip(policies, map(flags_of, rows), strict=True))
+    assert alone == replay_together(pairs)
 
 
 @pytest.mark.slow
@@ -46,14 +54,18 @@ def test_a_preset_takes_the_steps_of_the_first_rows(name):
 def test_a_preset_takes_the_steps_of_the_recorded_original(name):
     recorded = read(f"recorded/{name}")
     assert len(recorded) >= 1000
-    check_rows(name, recorded)
+    policies = [TRANSLATE[name](row["config"]) for row in recorded]
+    pairs = list(zip(policies, map(flags_of, recorded), strict=True))
+    check_rows(name, recorded, policies, replay_together(pairs))
 
 
-def check_rows(name, rows):
+def flags_of(row):
+    return [flag == "1" for flag in row["finite"]]
+
+
+def check_rows(name, rows, policies, replayed):
     """Raise unless the preset's scales and counters are the recorded ones."""
-    for row in rows:
-        policy = TRANSLATE[name](row["config"])
-        states = replay(policy, [flag == "1" for flag in row["finite"]])
+    for row, policy, states in zip(rows, policies, replayed, strict=True):
         # Paddle and apex have no floor, and DeepSpeed, in float64, no cap: compare
         # until they leave the normal float32 numbers.
         compared = check_equal_while(
@@ -90,15 +102,21 @@ def test_the_defaults_of_apex_are_those_it_was_recorded_with():
 
 @pytest.mark.slow
 def test_the_preset_mindspore_takes_the_managers_steps_for_powers_of_two():
-    compared = 0
+    compared, configs, rows = 0, [], []
     for row in read("recorded/mindspore_manager"):
         config = {"scale_factor": 2, "init_loss_scale": 2**24, "scale_window": 2000}
         config |= row["config"]
         if config["scale_factor"] not in (2, 4):
             continue  # the manager multiplies by a float64 reciprocal
         config["scale_value"] = config["init_loss_scale"]
-        policy = recordings.mindspore(config)
-        states = replay(policy, [flag == "1" for flag in row["finite"]])
+        configs.append(config)
+        rows.append(row)
+    pairs = [
+        (recordings.mindspore(config), flags_of(row))
+        for config, row in zip(configs, rows, strict=True)
+    ]
+    replayed = replay_together(pairs)
+    for config, row, states in zip(configs, rows, replayed, strict=True):
         scales = [state.scale for state in states]
         compared += bool(
             check_equal_while(row["scale"], scales, lambda s: s < 2.0**127, config)

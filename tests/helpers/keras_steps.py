@@ -52,8 +52,11 @@ class Steps:
 def _tensorflow(optimizer, variables):
     import tensorflow as tf
 
+    # AutoGraph would convert Keras as well; test_on_tensorflow.py traces with it.
     return tf.function(
-        lambda gradients: optimizer.apply(gradients, variables), reduce_retracing=True
+        lambda gradients: optimizer.apply(gradients, variables),
+        reduce_retracing=True,
+        autograph=False,
     )
 
 
