@@ -15,6 +15,10 @@ from pathlib import Path
 
 from helpers.limits import HANG, HANG_SECONDS
 
+IMPORTED = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp"]
+"""What one server imports, of which every rank is a fork: to import torch takes longer
+than most cases. An import starts no thread and no process group."""
+
 
 class Pool:
     """As many processes as there are ranks, in one process group."""
@@ -28,7 +32,8 @@ class Pool:
                 by which packages know what they are.
         """
         self._folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         self._ends, self.processes = [], []
         for rank in range(ranks):
             here, there = context.Pipe()

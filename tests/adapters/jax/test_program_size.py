@@ -65,13 +65,13 @@ def list_equations(jaxpr):
 
 @STEPS
 def test_the_program_grows_in_proportion_to_the_leaves(make):
-    """Every selection computed the flag: 4 times the leaves, 9 times the size."""
+    """Every selection computed the flag: 3 times the leaves, more than 4 the size."""
     sizes = []
-    for leaves in (12, 48):
+    for leaves in (8, 24):
         step, arguments = make(make_weights(leaves))
         text = jax.jit(step).lower(*arguments).compile().as_text()
         sizes.append(text.count(" = "))
-    assert sizes[1] < 5 * sizes[0]
+    assert sizes[1] < 3.5 * sizes[0], sizes
 
 
 @STEPS

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from helpers.keras_backend import QUIET, keras, numpy, only_on
+from helpers.keras_backend import BACKEND, QUIET, keras, numpy, only_on
 from helpers.keras_steps import Steps
 from helpers.sequences import draw, overflow_pattern
 from helpers.traces import replay
@@ -66,9 +66,10 @@ def test_the_step_that_grows_the_scale_unscales_with_the_one_before():
 
 
 @pytest.mark.parametrize("inner", ["SGD", "Adam"])
-def test_a_thousand_random_sequences_are_those_of_keras_bit_for_bit(inner):
-    rng = random.Random(3)
-    numbers = np.random.default_rng(3)
+def test_random_sequences_are_those_of_keras_bit_for_bit(inner):
+    """More than a thousand of them with both optimizers on the three backends."""
+    rng = random.Random(f"3 {BACKEND}")
+    numbers = np.random.default_rng(rng.randrange(2**32))
     make = {
         "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
         "Adam": lambda: keras.optimizers.Adam(0.01),
@@ -81,7 +82,7 @@ def test_a_thousand_random_sequences_are_those_of_keras_bit_for_bit(inner):
         )
         for interval in (1, 2, 3, 5)
     }
-    for _ in range(500):
+    for _ in range(170):
         config = draw(
             rng,
             init_scale=(1.0, 3.0, 7.3, 2.0**15, 1e-3, 2.0**60),
