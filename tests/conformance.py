@@ -322,7 +322,9 @@ class FunctionalConformance:
         found = [[] for _ in rows]
         for number in range(max(len(flags) for _, flags in rows)):
             # Rows that have ended go on, and nobody looks.
-            given = [flags[number] if number < len(flags) else True for _, flags in rows]
+            given = [
+                flags[number] if number < len(flags) else True for _, flags in rows
+            ]
             states = step(states, [self.flag(flag) for flag in given])
             for (_, flags), state, seen in zip(rows, states, found, strict=True):
                 if number < len(flags):
@@ -337,7 +339,10 @@ class FunctionalConformance:
             "tensorflow/contrib_exponential.tf1.15.5.eager", "init_loss_scale"
         )
         found = self.trajectories(
-            [(recordings.tensorflow_contrib(row["config"]), row["finite"]) for row in rows]
+            [
+                (recordings.tensorflow_contrib(row["config"]), row["finite"])
+                for row in rows
+            ]
         )
         for row, states in zip(rows, found, strict=True):
             expected = list(zip(row["scale"], row["good"], row["bad"], strict=True))

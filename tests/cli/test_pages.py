@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from doctest import ELLIPSIS, OutputChecker
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,6 +64,12 @@ def run(command, folder):
     return finished
 
 
+@cache
+def run_doctor(folder):
+    """Return what `lossscale doctor` prints, once: it imports every framework."""
+    return run(["lossscale", "doctor"], folder)
+
+
 def stripped(text):
     return "".join(f"{line.rstrip()}\n" for line in text.strip().splitlines())
 
@@ -92,7 +99,7 @@ def test_the_pages_with_commands_are_found():
 
 
 @pytest.mark.parametrize("page", pages_with_commands(), ids=lambda page: page.name)
-def test_the_commands_of_a_page_print_what_it_shows(page, tmp_path):
+def test_the_commands_of_a_page_print_what_it_shows(page, tmp_path, tmp_path_factory):
     # The pages convert and report on files that their reader has.
     record_run(tmp_path / "run.jsonl", 200)
     state = to_portable(Dynamic(), Dynamic().init())
@@ -100,6 +107,8 @@ def test_the_commands_of_a_page_print_what_it_shows(page, tmp_path):
     for shown in shown_in(page):
         if shown.command[0] == "cat":
             (tmp_path / shown.command[1]).write_text(shown.output, encoding="utf-8")
+        elif shown.command == ["lossscale", "doctor"]:
+            compare(shown, run_doctor(tmp_path_factory.getbasetemp()))
         elif shown.command[0] == "lossscale":
             compare(shown, run(shown.command, tmp_path))
 
@@ -139,8 +148,7 @@ def can_run(instructions):
     "kernel",
     [
         "",
-        "Nehalem",
-        "Prescott",
+        "Prescott",  # without AVX, as Nehalem's
         pytest.param(
             "Haswell",
             marks=pytest.mark.skipif(not can_run("avx2"), reason="no AVX2 here"),

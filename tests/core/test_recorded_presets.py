@@ -40,9 +40,7 @@ def counters_of(name, row, policy):
 def test_a_preset_takes_the_steps_of_the_first_rows(name):
     rows = read(f"recorded/{name}")[:20]
     policies = [TRANSLATE[name](row["config"]) for row in rows]
-    alone = [
-        replay(*pair) for pair in zip(policies, map(flags_of, rows), strict=True)
-    ]
+    alone = [replay(*pair) for pair in zip(policies, map(flags_of, rows), strict=True)]
     check_rows(name, rows, policies, alone)
     # All rows below are replayed side by side.
     pairs = list(zip(policies, map(flags_of, rows), strict=True))
