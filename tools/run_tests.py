@@ -41,49 +41,22 @@ def tensorflow(*names: str) -> Suite:
     return Suite(tuple(f"tests/adapters/tensorflow/test_{x}.py" for x in names), {})
 
 
-# The longest first, so that the last to finish is a short one.
+# The longest first by processor time, so that the last to finish is a short one and
+# both cores stay busy. None is longer than a third of all.
 SUITES = {
-    "core": Suite(("tests/core",), {}),
+    "jax": Suite(("tests/adapters/jax",), {}),
+    "command": Suite(("tests/cli", "tests/packaging", "tests/demo"), {}),
+    "torch": Suite(("tests/compat/test_torch.py", "tests/adapters/torch"), {}),
     "tensorflow": tensorflow(
         *("conformance", "modes", "gradients", "headroom", "checkpoints", "optimizer"),
         *("results", "tf_keras", "tensorflow_1", "saver_names", "example"),
         "recording",
     ),
-    "tensorflow-traces": tensorflow("traces"),
-    "keras-tensorflow": keras("tensorflow"),
-    "keras-jax": keras("jax"),
-    "keras-torch": keras("torch"),
-    "tensorflow-originals": tensorflow("against_tensorflow"),
-    "tensorflow-replicas": tensorflow("strategies", "multi_worker"),
-    "tensorflow-faults": Suite(("tests/faults/test_tensorflow_faults.py",), {}),
-    "keras-faults-tensorflow": keras_faults("tensorflow"),
-    "keras-faults-jax": keras_faults("jax"),
-    "keras-faults-torch": keras_faults("torch"),
-    "tensorflow-preset": Suite(("tests/compat/test_tensorflow.py",), {}),
-    "command": Suite(
-        (
-            "tests/cli",
-            "tests/packaging",
-            "tests/demo",
-            "tests/diagnostics",
-            # Skipped where the tracker is missing, or Playwright, or chromium.
-            "tests/loggers",
-            "tests/browser",
-            "tests/adapters/test_numpy.py",
-        ),
-        {},
-    ),
-    # Every code block of the README and the pages, every example in a docstring.
-    "documents": Suite(("README.md", "PACKAGE.md", "docs", "src"), {}),
-    "jax": Suite(("tests/adapters/jax",), {}),
-    # Apart: the adapter's tests hold the whole process to strict promotion.
-    "jax-presets": Suite(("tests/compat/test_jax.py",), {}),
-    "optax": Suite(("tests/adapters/optax",), {}),
-    "jax-faults": Suite(("tests/faults/test_jax_faults.py",), {}),
-    "torch": Suite(("tests/compat/test_torch.py", "tests/adapters/torch"), {}),
-    "torch-faults": Suite(("tests/faults/test_torch_faults.py",), {}),
-    "torch-ranks": Suite(("tests/distributed",), {}),
     "torch-packages": Suite(("tests/ecosystem",), {}),
+    "optax": Suite(("tests/adapters/optax",), {}),
+    "keras-tensorflow": keras("tensorflow"),
+    "tensorflow-traces": tensorflow("traces"),
+    "torch-ranks": Suite(("tests/distributed",), {}),
     "kernels-interpreted": Suite(
         (
             "tests/kernels/test_rule_interpreted.py",
@@ -95,6 +68,31 @@ SUITES = {
         ),
         {"TRITON_INTERPRET": "1"},
     ),
+    "jax-faults": Suite(("tests/faults/test_jax_faults.py",), {}),
+    "keras-jax": keras("jax"),
+    "diagnostics": Suite(
+        (
+            "tests/diagnostics",
+            # Skipped where the tracker is missing, or Playwright, or chromium.
+            "tests/loggers",
+            "tests/browser",
+            "tests/adapters/test_numpy.py",
+        ),
+        {},
+    ),
+    "tensorflow-originals": tensorflow("against_tensorflow"),
+    # Every code block of the README and the pages, every example in a docstring.
+    "documents": Suite(("README.md", "PACKAGE.md", "docs", "src"), {}),
+    "tensorflow-replicas": tensorflow("strategies", "multi_worker"),
+    "core": Suite(("tests/core",), {}),
+    "keras-torch": keras("torch"),
+    "tensorflow-faults": Suite(("tests/faults/test_tensorflow_faults.py",), {}),
+    "keras-faults-tensorflow": keras_faults("tensorflow"),
+    "keras-faults-jax": keras_faults("jax"),
+    "keras-faults-torch": keras_faults("torch"),
+    "tensorflow-preset": Suite(("tests/compat/test_tensorflow.py",), {}),
+    # Apart: the adapter's tests hold the whole process to strict promotion.
+    "jax-presets": Suite(("tests/compat/test_jax.py",), {}),
     "kernels": Suite(
         (
             "tests/kernels/test_rule_in_triton.py",
@@ -103,8 +101,14 @@ SUITES = {
         ),
         {},
     ),
+    "torch-faults": Suite(("tests/faults/test_torch_faults.py",), {}),
 }
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
+QUIET = {
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    # Two suites run on two cores: more threads would wait for each other in a loop.
+    "OMP_NUM_THREADS": "1",
+}
 
 
 class Result(NamedTuple):
