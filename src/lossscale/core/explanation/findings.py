@@ -20,10 +20,12 @@ Role: TypeAlias = Literal[
     "buffer",
     "input",
     "output",
+    "intermediate",
     "loss",
     "parameter gradient",
     "input gradient",
     "output gradient",
+    "intermediate gradient",
 ]
 """What a tensor is to its module."""
 

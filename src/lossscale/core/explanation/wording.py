@@ -10,10 +10,12 @@ _ROLES = {
     "buffer": "a buffer",
     "input": "an input",
     "output": "the output",
+    "intermediate": "an intermediate result",
     "loss": "the loss",
     "parameter gradient": "the gradient of a parameter",
     "input gradient": "the gradient with respect to the input",
     "output gradient": "the gradient with respect to the output",
+    "intermediate gradient": "the gradient of an intermediate result",
 }
 
 
@@ -127,8 +129,9 @@ def _describe_tensor(found: Finding) -> str:
     """Return what a tensor is, and of which module."""
     text = _ROLES[found.role]
     if found.role == "parameter gradient" and found.tensor:
-        text = f"the gradient of {found.tensor}"
-    elif found.role in ("parameter", "buffer") and found.tensor:
+        kind = f" ({found.module_type})" if found.module_type else ""
+        return f"the gradient of {found.tensor}{kind}"
+    if found.role in ("parameter", "buffer") and found.tensor:
         text = f"the {found.role} {found.tensor}"
     elif found.tensor:
         text = f"{text} ({found.tensor})"
@@ -141,7 +144,7 @@ def _name_place(found: Finding) -> str:
     """Return the name of a module and its class."""
     kind = found.module_type
     if found.module is None:
-        return "code outside the model"
+        return f"{kind}, outside the model" if kind else "code outside the model"
     if not found.module:
         return f"the model itself ({kind})" if kind else "the model itself"
     return f"{found.module} ({kind})" if kind else found.module
