@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch
 
@@ -13,6 +13,9 @@ from lossscale.core.validation import format_value
 from lossscale.errors import SettingError, SettingTypeError
 from lossscale.torch.distributed.rank_groups import RankGroups
 from lossscale.torch.scaler.param_names import ParamNames
+
+if TYPE_CHECKING:
+    from weakref import ref
 
 Names: TypeAlias = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
 """What `model.named_parameters()` returns, or a mapping."""
@@ -36,11 +39,14 @@ class ScalerOptions:
     measure_norm: bool
     measure_amax: bool
     rank_groups: RankGroups
+    model: "ref[torch.nn.Module] | None" = None
+    """The module that was given; `explain` runs it."""
 
     def to_pickle(self) -> "ScalerOptions":
-        """Return the options without process groups, which cannot be pickled."""
+        """Return the options without what cannot be pickled."""
         over_world = self.rank_groups.shards_over_world
-        return replace(self, rank_groups=RankGroups(shards_over_world=over_world))
+        rank_groups = RankGroups(shards_over_world=over_world)
+        return replace(self, rank_groups=rank_groups, model=None)
 
 
 def check_policy(policy: object, numbers: TorchNumbers) -> Policy | None:
