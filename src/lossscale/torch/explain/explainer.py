@@ -187,8 +187,8 @@ def _refuse_step(optimizer: Any, *_: Any) -> NoReturn:
     """Raise before an optimizer is stepped."""
     message = (
         f"The step function called step() of {type(optimizer).__name__} directly, "
-        "which would change the weights. Give explain() the forward and the backward pass "
-        "alone; scaler.step(optimizer) may stay, it does nothing there."
+        "which would change the weights. Give explain() the forward and the backward "
+        "pass alone; scaler.step(optimizer) may stay, it does nothing there."
     )
     raise ContextError(message)
 

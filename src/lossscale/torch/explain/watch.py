@@ -178,7 +178,10 @@ class OperatorWatch(TorchDispatchMode):
         if origin == "overflow":
             is_known = magnitude is not None and magnitude > (event.largest or 0.0)
             event.magnitude = magnitude if is_known else None
-        if name == "to" and not is_backward:
+        if is_backward:
+            is_input = self._tracker.leaves_module(node, site)
+            event.role = "input gradient" if is_input else "intermediate gradient"
+        elif name == "to":
             self._describe_cast(event, before)
         self.events.append(event)
         return event
