@@ -1,17 +1,16 @@
 """Faults that only the backward pass shows: the loss is finite."""
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
 from helpers.planted.fault import (
     Block,
     autocast_step,
-    mean_square,
     normal_batch,
     plain_step,
     plant,
 )
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
 from lossscale.torch import to_float16
 
 
@@ -174,16 +173,12 @@ def _checkpointed(*, use_reentrant):
     return model, autocast_step(model, normal_batch())
 
 
-@plant(
-    "1.block.middle", "backward", "division by zero", "div", node="HalveBackward"
-)
+@plant("1.block.middle", "backward", "division by zero", "div", node="HalveBackward")
 def wrong_backward_in_a_checkpoint():
     return _checkpointed(use_reentrant=False)
 
 
-@plant(
-    "1.block.middle", "backward", "division by zero", "div", node="HalveBackward"
-)
+@plant("1.block.middle", "backward", "division by zero", "div", node="HalveBackward")
 def wrong_backward_in_a_reentrant_checkpoint():
     return _checkpointed(use_reentrant=True)
 
@@ -211,5 +206,3 @@ def convolution_gradient_overflow():
         return output.float().mean() * 8
 
     return model, autocast_step(model, torch.full((1, 1, 9, 9), 100.0), loss_of)
-
-

@@ -42,9 +42,7 @@ def plant(module, direction, origin, operation, *, helps=False, **more):
 
     def add(build):
         name = build.__name__.replace("_", " ")
-        fault = Fault(
-            name, build, module, direction, origin, operation, helps, **more
-        )
+        fault = Fault(name, build, module, direction, origin, operation, helps, **more)
         FAULTS.append(fault)
         return build
 

@@ -4,6 +4,8 @@ import math
 import warnings
 
 import torch
+from torch import nn
+
 from helpers.planted.fault import (
     Block,
     Middle,
@@ -12,8 +14,6 @@ from helpers.planted.fault import (
     plain_step,
     plant,
 )
-from torch import nn
-
 from lossscale.torch import to_float16
 
 

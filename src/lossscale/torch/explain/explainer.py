@@ -128,7 +128,8 @@ class _Run:
         snapshot.begin_run()
         with guard, gradients, tracker:
             self._run(stand_ins, gradients, watch)
-        return conclude(self._names, gradients, losses, scale, self._notes())
+        notes = note_compiled(self._model)
+        return conclude(self._names, gradients, losses, scale, notes)
 
     def is_finite_at(self, scale: float, snapshot: Snapshot, guard: WriteGuard) -> bool:
         """Run the batch at another scale; return whether all gradients are finite."""
@@ -171,16 +172,16 @@ class _Run:
             )
             raise ContextError(message)
 
-    def _notes(self) -> tuple[str, ...]:
-        """Return what this run could not see."""
-        kinds = {type(module).__name__ for module in self._model.modules()}
-        if "OptimizedModule" in kinds:
-            note = (
-                "Compiled modules were run without their compiled code, which may "
-                "keep intermediate results in float32."
-            )
-            return (note,)
+
+def note_compiled(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return what cannot be seen of a model with compiled modules."""
+    if not any(type(part).__name__ == "OptimizedModule" for part in model.modules()):
         return ()
+    note = (
+        "Compiled modules were run without their compiled code, which may keep "
+        "intermediate results in float32."
+    )
+    return (note,)
 
 
 def _refuse_step(optimizer: Any, *_: Any) -> NoReturn:

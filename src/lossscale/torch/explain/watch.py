@@ -77,7 +77,7 @@ class OperatorWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         node = current_node()
         is_backward = self._tracker.enter_operator(node)
-        if _is_capturing():
+        if _is_capturing() or func.__name__.startswith(_OF_OPTIMIZERS):
             return func(*args, **kwargs)
         if func.namespace in _COLLECTIVES:
             results = func(*args, **kwargs)
@@ -335,6 +335,9 @@ def _is_capturing() -> bool:
 
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+_OF_OPTIMIZERS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_")
+"""Operators that check gradients and update weights, after the backward pass."""
 
 _UNWRITTEN = frozenset(
     {
