@@ -110,7 +110,7 @@ class GradScaler(torch.amp.GradScaler):
         measure_norm: bool = False,
         measure_amax: bool = False,
         max_consecutive_skips: int | None = 100,
-        on_collapse: Literal["warn", "raise"] = "warn",
+        on_collapse: Literal["warn", "raise", "explain"] = "warn",
         process_groups: GroupsOrMeshes | None = None,
         meshes: GroupsOrMeshes | None = None,
         shard_groups: GroupsOrMeshes | Literal["world"] | None = None,
@@ -140,7 +140,8 @@ class GradScaler(torch.amp.GradScaler):
             max_consecutive_skips: After so many consecutive skipped steps there is a
                 warning; `None` for none.
             on_collapse: "warn", once in a row of skipped steps, or "raise", every so
-                many.
+                many. "explain" warns, watches the batch that comes next, and warns
+                again with what it saw; it needs `module`.
             process_groups: The ranks that skip together and have one scale: a process
                 group, or several. DTensor parameters need none: they know their ranks.
             meshes: The same as a device mesh, or several; every dimension is a group.
@@ -158,7 +159,7 @@ class GradScaler(torch.amp.GradScaler):
         rank_groups = parse_rank_groups(process_groups, meshes, shard_groups)
         given = options.check_policy(policy, numbers)
         validation.check_choice("on_no_gradients", on_no_gradients, ("raise", "ignore"))
-        validation.check_choice("on_collapse", on_collapse, ("warn", "raise"))
+        options.check_on_collapse(on_collapse, module)
         options.check_callback(on_step)
         if max_consecutive_skips is not None:
             validation.check_count("max_consecutive_skips", max_consecutive_skips)
@@ -173,7 +174,10 @@ class GradScaler(torch.amp.GradScaler):
             model=None if module is None else ref(module),
         )
         self._history = StepHistory(
-            on_step, max_consecutive_skips, raises_on_collapse=on_collapse == "raise"
+            on_step,
+            max_consecutive_skips,
+            raises_on_collapse=on_collapse == "raise",
+            on_alarm=options.make_alarm(on_collapse, self, self._options.model),
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -258,6 +262,11 @@ class GradScaler(torch.amp.GradScaler):
     def last_step(self) -> StepReport | None:
         """The report of the last step; `None` before the first `update`."""
         return self._history.last
+
+    @computed
+    def last_explanation(self) -> Explanation | None:
+        """What `on_collapse="explain"` saw of the batch after the last alarm."""
+        return self._history.explanation
 
     @computed
     def total_steps(self) -> int:

@@ -58,10 +58,9 @@ def advise(seen: Explanation) -> str:
         return f"Lower the scale to {seen.helping_scale:g} or below."
     is_narrow = (seen.first or found).dtype == "float16"
     if origin == "overflow" and is_narrow:
-        start = "" if seen.lower_scale_helps is None else "No lower scale helps. "
         return (
-            f"{start}Compute {_name_place(seen.first or found)} in float32 or "
-            "bfloat16, or make its inputs smaller."
+            f"Compute {_name_place(seen.first or found)} in float32 or bfloat16, or "
+            "make its inputs smaller."
         )
     return _ADVICE.get(found.origin, "")
 
@@ -135,6 +134,8 @@ def _describe_tensor(found: Finding) -> str:
         text = f"the {found.role} {found.tensor}"
     elif found.tensor:
         text = f"{text} ({found.tensor})"
+    if found.role == "batch" and found.module is not None:
+        return f"{text}, which {_name_place(found)} read first,"
     if found.role in ("batch", "loss", "parameter", "buffer"):
         return text
     return f"{text} of {_name_place(found)}"
@@ -158,7 +159,7 @@ def _describe_size(found: Finding) -> str:
     """Return how large the result would be, if that is known."""
     if found.magnitude is None:
         return f" ({found.dtype})" if found.dtype else ""
-    text = f": {found.magnitude:.3g}"
+    text = f": {found.magnitude:.4g}"
     if found.ratio is None:
         return text
     ratio = f"{found.ratio:.1f}" if found.ratio < _ROUND else f"{found.ratio:.3g}"

@@ -104,10 +104,7 @@ def _role_of(
     for name, end in gradients.nonfinite.items():
         if end is not None and _is_passed_to(event, end):
             return "parameter gradient", name
-    module = None if event.site is None else event.site.module
-    if module is not None and not any(True for _ in module.children()):
-        return "input gradient", None
-    return "intermediate gradient", None
+    return event.role, event.tensor
 
 
 def _is_passed_to(event: Event, end: Event) -> bool:

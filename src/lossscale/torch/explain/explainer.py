@@ -128,7 +128,8 @@ class _Run:
         snapshot.begin_run()
         with guard, gradients, tracker:
             self._run(stand_ins, gradients, watch)
-        return conclude(self._names, gradients, losses, scale, self._notes())
+        notes = note_compiled(self._model)
+        return conclude(self._names, gradients, losses, scale, notes)
 
     def is_finite_at(self, scale: float, snapshot: Snapshot, guard: WriteGuard) -> bool:
         """Run the batch at another scale; return whether all gradients are finite."""
@@ -171,24 +172,24 @@ class _Run:
             )
             raise ContextError(message)
 
-    def _notes(self) -> tuple[str, ...]:
-        """Return what this run could not see."""
-        kinds = {type(module).__name__ for module in self._model.modules()}
-        if "OptimizedModule" in kinds:
-            note = (
-                "Compiled modules were run without their compiled code, which may "
-                "keep intermediate results in float32."
-            )
-            return (note,)
+
+def note_compiled(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return what cannot be seen of a model with compiled modules."""
+    if not any(type(part).__name__ == "OptimizedModule" for part in model.modules()):
         return ()
+    note = (
+        "Compiled modules were run without their compiled code, which may keep "
+        "intermediate results in float32."
+    )
+    return (note,)
 
 
 def _refuse_step(optimizer: Any, *_: Any) -> NoReturn:
     """Raise before an optimizer is stepped."""
     message = (
         f"The step function called step() of {type(optimizer).__name__} directly, "
-        "which would change the weights. Give explain() the forward and the backward pass "
-        "alone; scaler.step(optimizer) may stay, it does nothing there."
+        "which would change the weights. Give explain() the forward and the backward "
+        "pass alone; scaler.step(optimizer) may stay, it does nothing there."
     )
     raise ContextError(message)
 

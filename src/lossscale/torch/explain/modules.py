@@ -40,6 +40,10 @@ _LIBRARIES = (
 """Where code is not the user's."""
 
 
+_CASTS = ("ToCopyBackward0", "TBackward0", "ViewBackward0", "UnsafeViewBackward0")
+"""Nodes between those of two layers."""
+
+
 class Names:
     """The names of a model's modules, parameters and buffers, without wrappers'."""
 
@@ -148,6 +152,21 @@ class ModuleTracker:
         numbers, sites = self._sites.get(thread, ([], []))
         index = bisect_right(numbers, node._sequence_nr()) - 1  # noqa: SLF001
         return sites[index] if index >= 0 else None
+
+    def leaves_module(self, node: Any, site: Site | None) -> bool:
+        """Whether a node passes its result to another module's, casts aside."""
+        module = None if site is None else site.module
+        waiting = [after for after, _ in node.next_functions]
+        for after in waiting:
+            if after is None or hasattr(after, "variable"):
+                continue
+            if after.name() in _CASTS:
+                waiting += [later for later, _ in after.next_functions]
+                continue
+            other = self.site_of(after)
+            if other is not None and other.module is not module:
+                return True
+        return False
 
     def _line_of_caller(self) -> str | None:
         """Return the innermost line that is not torch's, nor ours."""

@@ -22,7 +22,7 @@ def scales_to_try(scale: float, ratio: float | None) -> Iterator[float]:
     if ratio is not None and ratio > 1.0:
         jump = 2.0 ** (math.ceil(math.log2(ratio)) + 1)
     for number in range(_MOST):
-        lower = scale / (jump * _JUMP ** (number * (number + 1) // 2))
+        lower = scale / (jump * _JUMP**number)
         is_last = number == _MOST - 1
         if is_last and scale > 1.0:
             lower = min(lower, 1.0)

@@ -77,7 +77,7 @@ class OperatorWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         node = current_node()
         is_backward = self._tracker.enter_operator(node)
-        if _is_capturing():
+        if _is_capturing() or func.__name__.startswith(_OF_OPTIMIZERS):
             return func(*args, **kwargs)
         if func.namespace in _COLLECTIVES:
             results = func(*args, **kwargs)
@@ -178,7 +178,10 @@ class OperatorWatch(TorchDispatchMode):
         if origin == "overflow":
             is_known = magnitude is not None and magnitude > (event.largest or 0.0)
             event.magnitude = magnitude if is_known else None
-        if name == "to" and not is_backward:
+        if is_backward:
+            is_input = self._tracker.leaves_module(node, site)
+            event.role = "input gradient" if is_input else "intermediate gradient"
+        elif name == "to":
             self._describe_cast(event, before)
         self.events.append(event)
         return event
@@ -332,6 +335,9 @@ def _is_capturing() -> bool:
 
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+_OF_OPTIMIZERS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_")
+"""Operators that check gradients and update weights, after the backward pass."""
 
 _UNWRITTEN = frozenset(
     {
