@@ -13,7 +13,6 @@ origins.py       what an operator did to make a number that is not finite
 magnitudes.py    how large a result would have been
 gradients.py     the gradients of parameters, in the order in which they arrive
 causes.py        from events to the first one that matters
-trials.py        the same batch at lower scales
 ranks.py         what all ranks saw
 collapse.py      watches the batch after the alarm
 

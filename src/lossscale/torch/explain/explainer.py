@@ -18,7 +18,7 @@ from lossscale.torch.explain.gradients import GradientWatch
 from lossscale.torch.explain.modules import ModuleTracker, Names
 from lossscale.torch.explain.snapshot import Snapshot
 from lossscale.torch.explain.stand_ins import StandIns
-from lossscale.torch.explain.trials import scales_to_try
+from lossscale.core.explanation.trials import scales_to_try
 from lossscale.torch.explain.watch import OperatorWatch
 from lossscale.torch.explain.write_guard import WriteGuard
 
