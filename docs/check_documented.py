@@ -37,6 +37,11 @@ MODULES = (
 OTHERS = {
     "lossscale.presets": ("PRESETS", "Preset", "get"),
     "lossscale.core.rule": ("transition",),
+    "lossscale.testing.torch": ("inject", "Injection"),
+    "lossscale.testing.keras": ("inject", "Injection"),
+    "lossscale.testing.jax": ("inject",),
+    "lossscale.testing.tensorflow": ("inject",),
+    "lossscale.testing.numpy": ("inject",),
 }
 
 

@@ -10,10 +10,12 @@ from lossscale.diagnostics import (
     Alarm,
     AlarmRules,
     Recorder,
+    RunExplanation,
     RunFile,
     StepRecord,
     TensorStatistics,
     build_report,
+    explain_run,
     export_parquet,
     read_run,
 )
@@ -54,6 +56,7 @@ def read(path: Path) -> None:
         assert_type(step.nonfinite, tuple[tuple[str, str], ...])
         assert_type(step.loss, float | None)
     assert_type(build_report([path], format="md"), str)
+    assert_type(explain_run(path, step=3), RunExplanation)
     assert_type(export_parquet(path, "run.parquet"), int)
 
 

@@ -15,12 +15,15 @@ from lossscale.core.data_policies import (
     Saturation,
     WindowFollowsScale,
 )
+from lossscale.core.explanation import Explanation, Finding
 from lossscale.core.policies import Dynamic, Fixed, Policy
 from lossscale.core.portable import from_portable, load, save, to_portable
 from lossscale.core.state import ScaleState, Signal
 
 __all__ = [
     "Dynamic",
+    "Explanation",
+    "Finding",
     "Fixed",
     "Headroom",
     "Histogram",

@@ -12,6 +12,7 @@ from lossscale.cli.choices import Group
 from lossscale.cli.convert import convert
 from lossscale.cli.demo import demo
 from lossscale.cli.doctor import doctor
+from lossscale.cli.explain import explain
 from lossscale.cli.export import export
 from lossscale.cli.presets import presets
 from lossscale.cli.report import report
@@ -48,5 +49,15 @@ def application() -> None:
     """Loss scaling for mixed-precision training: examine, try and convert."""
 
 
-for command in (demo, report, watch, export, simulate, presets, convert, doctor):
+for command in (
+    demo,
+    report,
+    explain,
+    watch,
+    export,
+    simulate,
+    presets,
+    convert,
+    doctor,
+):
     application.add_command(command)

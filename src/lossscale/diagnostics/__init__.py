@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lossscale.core.statistics import TensorStatistics
 from lossscale.diagnostics.alarms import Alarm, AlarmRules
+from lossscale.diagnostics.explanation import RunExplanation, explain_run
 from lossscale.diagnostics.loggers.jax import record_in_jit
 from lossscale.diagnostics.records.parquet import export_parquet
 from lossscale.diagnostics.records.reader import read_run
@@ -35,11 +36,13 @@ __all__ = [
     "RecordWarning",
     "Recorder",
     "Recording",
+    "RunExplanation",
     "RunFile",
     "Simulation",
     "StepRecord",
     "TensorStatistics",
     "build_report",
+    "explain_run",
     "exponent_histogram",
     "export_parquet",
     "measure_tensors",

@@ -11,6 +11,7 @@ measurements.py    what `unscale` measures when it is asked to
 norms.py           a norm in one pass, where squares may leave float32
 consensus.py       one decision for all devices of a mapped axis
 report.py          which leaves were not finite, by key path
+explanation/       why a batch was not finite: its jaxpr, equation by equation
 alarm.py           a warning after many skipped steps in a row
 arguments.py       validation of policies, states, argument positions and flags
 function_names.py  a function's name for a wrapper that takes the state as well
@@ -30,6 +31,7 @@ from lossscale.core.portable import STATE_CLASSES
 from lossscale.core.state import Signal
 from lossscale.jax.accumulation import AccumulationResult, accumulate_gradients
 from lossscale.jax.alarm import CollapseAlarm
+from lossscale.jax.explanation.explainer import explain
 from lossscale.jax.export import register_tuple
 from lossscale.jax.functional import (
     apply_if_finite,
@@ -62,6 +64,7 @@ __all__ = [
     "ValueAndGrad",
     "accumulate_gradients",
     "apply_if_finite",
+    "explain",
     "init",
     "is_overwrite_with_gradient",
     "leaf_flags",

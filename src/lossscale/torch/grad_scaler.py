@@ -9,15 +9,16 @@ the parts that the scaler is composed of in `scaler`.
 
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.amp.grad_scaler import OptState
 
 from lossscale.core import validation
+from lossscale.core.explanation import Explanation
 from lossscale.core.policies import Fixed, Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
@@ -109,7 +110,7 @@ class GradScaler(torch.amp.GradScaler):
         measure_norm: bool = False,
         measure_amax: bool = False,
         max_consecutive_skips: int | None = 100,
-        on_collapse: Literal["warn", "raise"] = "warn",
+        on_collapse: Literal["warn", "raise", "explain"] = "warn",
         process_groups: GroupsOrMeshes | None = None,
         meshes: GroupsOrMeshes | None = None,
         shard_groups: GroupsOrMeshes | Literal["world"] | None = None,
@@ -139,7 +140,8 @@ class GradScaler(torch.amp.GradScaler):
             max_consecutive_skips: After so many consecutive skipped steps there is a
                 warning; `None` for none.
             on_collapse: "warn", once in a row of skipped steps, or "raise", every so
-                many.
+                many. "explain" warns, watches the batch that comes next, and warns
+                again with what it saw; it needs `module`.
             process_groups: The ranks that skip together and have one scale: a process
                 group, or several. DTensor parameters need none: they know their ranks.
             meshes: The same as a device mesh, or several; every dimension is a group.
@@ -157,7 +159,7 @@ class GradScaler(torch.amp.GradScaler):
         rank_groups = parse_rank_groups(process_groups, meshes, shard_groups)
         given = options.check_policy(policy, numbers)
         validation.check_choice("on_no_gradients", on_no_gradients, ("raise", "ignore"))
-        validation.check_choice("on_collapse", on_collapse, ("warn", "raise"))
+        options.check_on_collapse(on_collapse, module)
         options.check_callback(on_step)
         if max_consecutive_skips is not None:
             validation.check_count("max_consecutive_skips", max_consecutive_skips)
@@ -169,9 +171,13 @@ class GradScaler(torch.amp.GradScaler):
             measure_norm=validation.check_bool("measure_norm", measure_norm),
             measure_amax=validation.check_bool("measure_amax", measure_amax),
             rank_groups=rank_groups,
+            model=None if module is None else ref(module),
         )
         self._history = StepHistory(
-            on_step, max_consecutive_skips, raises_on_collapse=on_collapse == "raise"
+            on_step,
+            max_consecutive_skips,
+            raises_on_collapse=on_collapse == "raise",
+            on_alarm=options.make_alarm(on_collapse, self, self._options.model),
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -256,6 +262,11 @@ class GradScaler(torch.amp.GradScaler):
     def last_step(self) -> StepReport | None:
         """The report of the last step; `None` before the first `update`."""
         return self._history.last
+
+    @computed
+    def last_explanation(self) -> Explanation | None:
+        """What `on_collapse="explain"` saw of the batch after the last alarm."""
+        return self._history.explanation
 
     @computed
     def total_steps(self) -> int:
@@ -434,6 +445,54 @@ class GradScaler(torch.amp.GradScaler):
         return tuple(
             None if grad is None else grad * inverse.to(grad.device) for grad in grads
         )
+
+    # -- explaining --------------------------------------------------------------------
+
+    def explain(
+        self,
+        step_function: Callable[[], object],
+        *,
+        module: torch.nn.Module | None = None,
+    ) -> Explanation:
+        """Run one batch again, and say which layer first left its number format.
+
+        Give it the function that runs forward and backward for one batch: one that
+        calls `scaler.scale(loss).backward()`, once or for several micro-batches, or
+        one that returns the loss before it is scaled. In it `step`, `update`,
+        `unscale_`, `clip_grad_norm_` and `accumulate` of this scaler do nothing. The
+        batch is run once with every operator watched, which takes seconds rather than
+        milliseconds, and if a gradient overflowed up to four times at lower scales.
+
+        Weights, buffers, gradients, the state of random generators, the optimizer and
+        the scaler are what they were before, also if the function raises. With several
+        ranks, call it on all of them.
+
+        Args:
+            step_function: What runs the batch. It must take the same batch each time.
+            module: The model; not needed if the scaler was made with `module=`.
+
+        Returns:
+            The explanation: print it, or read its fields.
+
+        Raises:
+            SettingError: If no model is known.
+            ContextError: If the function runs no backward pass or steps an optimizer.
+
+        Example:
+            >>> import torch, lossscale.torch as ls
+            >>> model = torch.nn.Linear(2, 1)
+            >>> scaler = ls.GradScaler("cpu", init_scale=8.0, module=model)
+            >>> batch = torch.tensor([[1.0, -1.0]])
+            >>> seen = scaler.explain(lambda: model(batch).abs().sub(100).log().mean())
+            >>> seen.loss_finite, seen.first.origin, seen.first.operation
+            (False, 'log of a negative number', 'log')
+        """
+        from lossscale.torch.explain.explainer import explain  # noqa: PLC0415
+
+        known = self._options.model
+        model = known() if module is None and known is not None else module
+        scale = self.get_scale() if self._enabled else 1.0
+        return explain(step_function, model, self, scale, self._options.rank_groups)
 
     # -- unscaling and clipping --------------------------------------------------------
 

@@ -57,6 +57,15 @@ new_optimizer_state: Callable[[], dict[str, Any]] = _refresh_per_optimizer_state
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Returns how often a tensor was written to."""
 
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""Returns the node that the autograd engine evaluates in this thread, or `None`."""
+
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Returns the sequence number that the next node of this thread's graph will have."""
+
+is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
+"""Whether an operator writes to one of its arguments."""
+
 
 def uncoalesced_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a sparse tensor, whether it is coalesced or not."""

@@ -8,13 +8,16 @@ to the collapse warning, as they arrive on the host.
 import warnings
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from lossscale.errors import CollapseError, CollapseWarning
 from lossscale.torch.calls import stack_level_of_caller
 from lossscale.torch.scaler.report import OptimizerRef, StepReport, is_same_optimizer
+
+if TYPE_CHECKING:
+    from lossscale.core.explanation import Explanation
 
 OnStep: TypeAlias = Callable[[StepReport], object]
 """Called with the report of every step, in order, when it has arrived."""
@@ -29,11 +32,15 @@ class StepHistory:
         max_consecutive_skips: int | None,
         *,
         raises_on_collapse: bool,
+        on_alarm: Callable[[], None] | None = None,
     ) -> None:
         self.last: StepReport | None = None
         self.on_step = on_step
         self._max_consecutive_skips = max_consecutive_skips
         self._raises_on_collapse = raises_on_collapse
+        self._on_alarm = on_alarm
+        self.explanation: Explanation | None = None
+        """What was seen of the batch after the alarm."""
         self._pending: deque[StepReport] = deque()
         self._delivered: deque[tuple[int, list[tuple[OptimizerRef, bool]]]]
         self._delivered = deque(maxlen=4096)
@@ -118,6 +125,9 @@ class StepHistory:
         message = _describe_collapse(self._consecutive_skips, list(self._skipped))
         if self._raises_on_collapse:
             raise CollapseError(message)
+        if self._on_alarm is not None:
+            self._on_alarm()
+            message += " The next batch is watched, and explained when it is over."
         warnings.warn(message, CollapseWarning, stacklevel=stack_level_of_caller())
 
 
@@ -146,7 +156,8 @@ def _advise(reports: list[StepReport]) -> str:
         return (
             "The loss was not finite before it was scaled, so no scale can help: look "
             "for the cause in the forward pass (float16 activations beyond 65504, a "
-            "division by 0, a model that was trained in bfloat16) or in the weights."
+            "division by 0, a model that was trained in bfloat16) or in the weights. "
+            "scaler.explain(step_function) names the layer and the operation."
         )
     if reasons == {"headroom"}:
         return (
@@ -157,9 +168,8 @@ def _advise(reports: list[StepReport]) -> str:
     if scales[-1] <= 1.0:
         return (
             "The gradients are not finite at a scale of 1 or below, so the scale is "
-            "not the cause: look for it in the backward pass, for example with "
-            "torch.autograd.detect_anomaly(), or keep the named tensors' layers in "
-            "float32."
+            "not the cause: scaler.explain(step_function) names the layer and the "
+            "operation that it is. Or keep the named tensors' layers in float32."
         )
     if scales[0] == scales[-1]:
         return (

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ScalerOptions`: the constructor's arguments of `GradScaler`, validated once."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from weakref import ref
 
 import torch
 
@@ -13,6 +14,9 @@ from lossscale.core.validation import format_value
 from lossscale.errors import SettingError, SettingTypeError
 from lossscale.torch.distributed.rank_groups import RankGroups
 from lossscale.torch.scaler.param_names import ParamNames
+
+if TYPE_CHECKING:
+    from lossscale.torch.grad_scaler import GradScaler
 
 Names: TypeAlias = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
 """What `model.named_parameters()` returns, or a mapping."""
@@ -36,11 +40,14 @@ class ScalerOptions:
     measure_norm: bool
     measure_amax: bool
     rank_groups: RankGroups
+    model: "ref[torch.nn.Module] | None" = None
+    """The module that was given; `explain` runs it."""
 
     def to_pickle(self) -> "ScalerOptions":
-        """Return the options without process groups, which cannot be pickled."""
+        """Return the options without what cannot be pickled."""
         over_world = self.rank_groups.shards_over_world
-        return replace(self, rank_groups=RankGroups(shards_over_world=over_world))
+        rank_groups = RankGroups(shards_over_world=over_world)
+        return replace(self, rank_groups=rank_groups, model=None)
 
 
 def check_policy(policy: object, numbers: TorchNumbers) -> Policy | None:
@@ -85,6 +92,33 @@ def check_callback(on_step: object) -> None:
             f"on_step must be a function of a StepReport, got {format_value(on_step)}."
         )
         raise SettingTypeError(message)
+
+
+def check_on_collapse(on_collapse: object, module: object) -> None:
+    """Raise unless the alarm is given what it needs."""
+    validation.check_choice("on_collapse", on_collapse, ("warn", "raise", "explain"))
+    if on_collapse == "explain" and module is None:
+        message = (
+            'on_collapse="explain" needs the model whose batch it explains. Write '
+            'GradScaler(module=model, on_collapse="explain").'
+        )
+        raise SettingError(message)
+
+
+def make_alarm(
+    on_collapse: str, scaler: "GradScaler", model: "ref[torch.nn.Module] | None"
+) -> Callable[[], None] | None:
+    """Return what happens at the alarm, besides a warning."""
+    if on_collapse != "explain" or model is None:
+        return None
+    reference = ref(scaler)
+
+    def watch() -> None:
+        from lossscale.torch.explain.collapse import watch_next_batch  # noqa: PLC0415
+
+        watch_next_batch(reference, model)
+
+    return watch
 
 
 def refuse_optimizer(method: str, optimizer: object) -> NoReturn:

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How large a result would be in a wider format: the equation, evaluated in it."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lossscale.core.headroom import LARGEST
+
+LARGEST_OF = LARGEST | {"float8_e5m2": 57344.0, "float8_e4m3fn": 448.0}
+"""The largest number of each format, by JAX's name."""
+
+
+def measure_wide(eqn: Any, arrays: Sequence[Any]) -> float | None:
+    """Return the largest magnitude of an equation's result in a wider format.
+
+    float16 and the formats below it are computed in float32, float32 in float64.
+
+    Returns:
+        The magnitude; `None` if it is not finite there either, not beyond the largest
+        number of its format, or if the equation cannot be evaluated in another format.
+    """
+    dtype = str(eqn.outvars[0].aval.dtype)
+    largest = LARGEST_OF.get(dtype)
+    if largest is None or dtype == "float64":
+        return None
+    wide = jnp.float64 if dtype in ("float32", "bfloat16") else jnp.float32
+    try:
+        with jax.enable_x64(True):
+            result = _evaluate(eqn, arrays, wide)
+            magnitude = float(jnp.max(jnp.abs(result)))
+    except Exception:  # noqa: BLE001  # a primitive may refuse another dtype in any way
+        return None
+    beyond = math.isfinite(magnitude) and magnitude > largest
+    return magnitude if beyond else None
+
+
+def _evaluate(eqn: Any, arrays: Sequence[Any], wide: Any) -> Any:
+    if eqn.primitive.name == "convert_element_type":
+        return jnp.asarray(arrays[0]).astype(wide)
+    inputs = [
+        jnp.asarray(a).astype(wide) if jnp.issubdtype(a.dtype, jnp.floating) else a
+        for a in map(jnp.asarray, arrays)
+    ]
+    params = dict(eqn.params)
+    for name in ("preferred_element_type", "out_dtype", "accum_dtype"):
+        if params.get(name) is not None:
+            params[name] = jnp.dtype(wide)
+    result = eqn.primitive.bind(*inputs, **params)
+    return result[0] if eqn.primitive.multiple_results else result

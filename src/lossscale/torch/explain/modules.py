@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ModuleTracker`: which module an operator is in, forwards and backwards.
+
+In a forward pass, hooks on all modules keep a stack. In a backward pass the node that
+is evaluated has a sequence number, which the autograd engine gave to it when the
+forward pass made it; the first operator after that was the node's own, and where it ran
+has been noted.
+"""
+
+import contextlib
+import sys
+import threading
+from bisect import bisect_right
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointFunction
+
+from lossscale.torch.explain.events import Site
+from lossscale.torch.torch_internals import sequence_number
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Parts of names that wrappers put in: torch.compile, checkpointing, FSDP1."""
+
+_LIBRARIES = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent.parent),
+    str(Path(contextlib.__file__)),
+    "<frozen",
+)
+"""Where code is not the user's."""
+
+
+_CASTS = ("ToCopyBackward0", "TBackward0", "ViewBackward0", "UnsafeViewBackward0")
+"""Nodes between those of two layers."""
+
+
+class Names:
+    """The names of a model's modules, parameters and buffers, without wrappers'."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules: dict[int, str] = {}
+        self._owners: dict[int, torch.nn.Module] = {}
+        self.tensors: dict[int, str] = {}
+        while isinstance(model, DistributedDataParallel):
+            self._modules[id(model)] = ""
+            model = model.module
+        for name, module in model.named_modules():
+            self._modules.setdefault(id(module), clean_name(name))
+            own = (
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            )
+            for key, tensor in own:
+                full = clean_name(f"{name}.{key}" if name else key)
+                self.tensors.setdefault(id(tensor), full)
+                self._owners.setdefault(id(tensor), module)
+
+    def of_module(self, module: torch.nn.Module | None) -> str | None:
+        """Return the name of a module; `None` if it is not part of the model."""
+        return None if module is None else self._modules.get(id(module))
+
+    def owner_of(self, tensor: torch.Tensor) -> torch.nn.Module | None:
+        """Return the module that has a parameter or a buffer."""
+        return self._owners.get(id(tensor))
+
+
+def clean_name(name: str) -> str:
+    """Return a name without the parts that wrappers put in."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+class ModuleTracker:
+    """The stack of modules, and where each node of the graph was made."""
+
+    def __init__(self) -> None:
+        self._stack: list[torch.nn.Module] = []
+        self._depth_at_backward: int | None = None
+        self._sites: dict[int, tuple[list[int], list[Site]]] = {}
+        """Where nodes were made, by thread and sequence number."""
+        self._forward_thread = threading.get_ident()
+        self._is_users: dict[CodeType, bool] = {}
+        """Whether code is the user's, by code object."""
+        self._handles = contextlib.ExitStack()
+        self.on_exit: Any = None
+        """Called with a module and its outputs."""
+
+    def __enter__(self) -> None:
+        """Watch all modules."""
+        for handle in (
+            register_module_forward_pre_hook(self._push),
+            register_module_forward_hook(self._pop, always_call=True),
+        ):
+            self._handles.callback(handle.remove)
+
+    def __exit__(self, *_: object) -> None:
+        """Watch no more."""
+        self._handles.close()
+
+    def _push(self, module: torch.nn.Module, _: Any) -> None:
+        self._stack.append(module)
+
+    def _pop(self, module: torch.nn.Module, _: Any, outputs: Any) -> None:
+        # An exception may have left modules on the stack.
+        while self._stack and self._stack.pop() is not module:
+            pass
+        if self.on_exit is not None:
+            self.on_exit(module, outputs)
+
+    def enter_operator(self, node: Any) -> bool:
+        """Note an operator; return whether it is part of a backward pass itself.
+
+        Checkpointing runs a forward pass again inside a backward pass: there a module
+        has been entered since the backward pass began.
+        """
+        if node is None:
+            self._depth_at_backward = None
+        elif self._depth_at_backward is None:
+            self._depth_at_backward = len(self._stack)
+        depth = self._depth_at_backward
+        is_backward = depth is not None and len(self._stack) <= depth
+        if not is_backward and torch.is_grad_enabled():
+            self._note_site()
+        return is_backward
+
+    def here(self) -> Site:
+        """Return where the forward pass is."""
+        return Site(self._stack[-1] if self._stack else None, self._line_of_caller())
+
+    def _note_site(self) -> None:
+        """Note where the newest node was made, by the first operator after it."""
+        number = sequence_number() - 1
+        numbers, sites = self._sites.setdefault(threading.get_ident(), ([], []))
+        if not numbers or number > numbers[-1]:
+            numbers.append(number)
+            sites.append(self.here())
+
+    def site_of(self, node: Any) -> Site | None:
+        """Return where a node was made; `None` if it is not known."""
+        thread = self._forward_thread
+        if _is_in_reentrant_backward():
+            thread = threading.get_ident()
+        numbers, sites = self._sites.get(thread, ([], []))
+        index = bisect_right(numbers, node._sequence_nr()) - 1  # noqa: SLF001
+        return sites[index] if index >= 0 else None
+
+    def leaves_module(self, node: Any, site: Site | None) -> bool:
+        """Whether a node passes its result to another module's, casts aside."""
+        module = None if site is None else site.module
+        waiting = [after for after, _ in node.next_functions]
+        for after in waiting:
+            if after is None or hasattr(after, "variable"):
+                continue
+            if after.name() in _CASTS:
+                waiting += [later for later, _ in after.next_functions]
+                continue
+            other = self.site_of(after)
+            if other is not None and other.module is not module:
+                return True
+        return False
+
+    def _line_of_caller(self) -> str | None:
+        """Return the innermost line that is not torch's, nor ours."""
+        frame: FrameType | None = sys._getframe()  # noqa: SLF001
+        while frame is not None:
+            code = frame.f_code
+            if code not in self._is_users:
+                self._is_users[code] = not code.co_filename.startswith(_LIBRARIES)
+            if self._is_users[code]:
+                return f"{Path(code.co_filename).name}:{frame.f_lineno}"
+            frame = frame.f_back
+        return None
+
+
+def _is_in_reentrant_backward() -> bool:
+    """Whether checkpointing runs a backward pass of its own inside this one.
+
+    Its nodes were made in the thread that runs it, which counts for itself.
+    """
+    code = CheckpointFunction.backward.__code__
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`OperatorWatch`: inspects what every operator reads and writes.
+
+It records operators whose results are not finite, and which of them read the results of
+which others. A result is known by the address of its storage: each operator that writes
+to it renews what is known of that address, so that no tensor is kept alive.
+"""
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from lossscale.core.explanation.findings import Role
+from lossscale.core.explanation.origins import Origin
+from lossscale.core.headroom import LARGEST
+from lossscale.torch.explain import magnitudes
+from lossscale.torch.explain.events import Event, Site
+from lossscale.torch.explain.kinds import Kind, address_of, is_finite, kind_of
+from lossscale.torch.explain.modules import ModuleTracker, Names
+from lossscale.torch.explain.origins import find_origin, plain_name
+from lossscale.torch.torch_internals import current_node, is_mutable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Arguments: TypeAlias = tuple[Any, ...]
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Records the operators whose results are not finite."""
+
+    def __init__(
+        self, model: torch.nn.Module | None, names: Names, tracker: ModuleTracker
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.micro_batch = 0
+        """How many losses were scaled."""
+        self._names = names
+        self._tracker = tracker
+        tracker.on_exit = self._mark_outputs
+        self._by_address: dict[int, Event] = {}
+        self._from_ranks: set[int] = set()
+        """Addresses to which a collective wrote; it may not have finished."""
+        self._owned: dict[int, tuple[Role, torch.Tensor]] = {}
+        """Parameters and buffers by address."""
+        if model is not None:
+            self._note_owned("buffer", model.buffers())
+            self._note_owned("parameter", model.parameters())
+
+    def _note_owned(self, role: Role, tensors: Any) -> None:
+        for tensor in tensors:
+            address = address_of(tensor)
+            if address is not None:
+                self._owned[address] = role, tensor
+
+    def event_of(self, tensor: torch.Tensor) -> Event | None:
+        """Return the event that wrote a tensor, or that found it."""
+        if is_finite(tensor):
+            return None
+        address = address_of(tensor)
+        event = None if address is None else self._by_address.get(address)
+        return event or self._record_given(tensor, kind_of(tensor), None)
+
+    # -- one operator ------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Arguments = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator, and inspect its results."""
+        kwargs = kwargs or {}
+        node = current_node()
+        is_backward = self._tracker.enter_operator(node)
+        if _is_capturing() or func.__name__.startswith(_OF_OPTIMIZERS):
+            return func(*args, **kwargs)
+        if func.namespace in _COLLECTIVES:
+            results = func(*args, **kwargs)
+            self._note_collective((args, kwargs, results))
+            return results
+        before = args, kwargs
+        if is_mutable(func):
+            with torch.no_grad():
+                before = _copy_written(func, args, kwargs)
+        results = func(*args, **kwargs)
+        if not _skips(func):
+            with torch.no_grad():
+                self._inspect(func, before, results, node, is_backward=is_backward)
+        return results
+
+    def _note_collective(self, values: Any) -> None:
+        for tensor in _tensors(values):
+            address = address_of(tensor)
+            if address is not None:
+                self._from_ranks.add(address)
+                self._by_address.pop(address, None)
+
+    def _inspect(
+        self,
+        func: Any,
+        before: tuple[Arguments, dict[str, Any]],
+        results: Any,
+        node: Any,
+        *,
+        is_backward: bool,
+    ) -> None:
+        """Record an event if a result is not finite."""
+        flat, _ = tree_flatten(results)
+        if is_mutable(func) and not flat:
+            flat = _written(func, before[0], before[1])
+        event: Event | None = None
+        for index, tensor in enumerate(flat):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            kind = kind_of(tensor)
+            address = address_of(tensor)
+            if kind is None:
+                # A part of the storage may still hold what another operator wrote.
+                if address is not None and not is_mutable(func):
+                    self._by_address.pop(address, None)
+                    self._from_ranks.discard(address)
+                continue
+            if event is None:
+                event = self._record(
+                    func, before, tensor, kind, index, node, is_backward=is_backward
+                )
+            if address is not None:
+                self._by_address[address] = event
+
+    def _record(
+        self,
+        func: Any,
+        before: tuple[Arguments, dict[str, Any]],
+        result: torch.Tensor,
+        kind: Kind,
+        index: int,
+        node: Any,
+        *,
+        is_backward: bool,
+    ) -> Event:
+        """Record what an operator wrote that was not finite."""
+        args, kwargs = before
+        given = [
+            (tensor, found)
+            for tensor in _tensors(before)
+            if (found := kind_of(tensor)) is not None
+        ]
+        name = plain_name(func)
+        site = self._site(node, is_backward=is_backward)
+        parents = [self._parent(tensor, found, site) for tensor, found in given]
+        origin: Origin | None = None
+        magnitude = None
+        if not given or (kind.nan and not any(found.nan for _, found in given)):
+            origin = find_origin(name, args, kwargs, kind, is_given=bool(given))
+            if not given and origin in ("unknown", "0 / 0"):
+                magnitude = magnitudes.measure_wide(func, args, kwargs, index)
+                origin = _judge(origin, name, magnitude)
+        event = Event(
+            len(self.events),
+            name,
+            kind,
+            origin,
+            tuple(dict.fromkeys(parents)),
+            site,
+            node=_name_node(node) if is_backward else None,
+            node_number=_number_node(node) if is_backward else None,
+            is_backward=is_backward,
+            is_passive=name in _PASSIVE,
+            micro_batch=self._micro_batch(node),
+            dtype=_name_dtype(result),
+            largest=LARGEST.get(_name_dtype(result)),
+        )
+        if origin == "overflow":
+            is_known = magnitude is not None and magnitude > (event.largest or 0.0)
+            event.magnitude = magnitude if is_known else None
+        if is_backward:
+            is_input = self._tracker.leaves_module(node, site)
+            event.role = "input gradient" if is_input else "intermediate gradient"
+        elif name == "to":
+            self._describe_cast(event, before)
+        self.events.append(event)
+        return event
+
+    def _describe_cast(self, event: Event, before: Any) -> None:
+        """Say what was cast: autocast casts the inputs of a layer, and its weights."""
+        source = next(iter(_tensors(before)))
+        owned = self._owned.get(address_of(source) or 0)
+        if owned is None:
+            event.role = "input"
+        else:
+            event.role = owned[0]
+            event.tensor = self._names.tensors.get(id(owned[1]))
+
+    def _micro_batch(self, node: Any) -> int:
+        return self.micro_batch if node is None else max(0, self.micro_batch - 1)
+
+    def _site(self, node: Any, *, is_backward: bool) -> Site | None:
+        """Return where the forward pass ran what this is part of."""
+        if not is_backward:
+            return self._tracker.here()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return Site(self._names.owner_of(variable), None)
+        return self._tracker.site_of(node)
+
+    # -- what no operator wrote --------------------------------------------------------
+
+    def _parent(self, tensor: torch.Tensor, kind: Kind, site: Site | None) -> Event:
+        """Return the event that wrote an input."""
+        address = address_of(tensor)
+        known = None if address is None else self._by_address.get(address)
+        return known or self._record_given(tensor, kind, site)
+
+    def _record_given(
+        self, tensor: torch.Tensor, kind: Kind | None, site: Site | None
+    ) -> Event:
+        """Record a tensor that no operator of this run wrote."""
+        address = address_of(tensor) or 0
+        role: Role = "batch"
+        owned: torch.Tensor | None = None
+        if address in self._owned:
+            role, owned = self._owned[address]
+        origin: Origin = "batch"
+        if role == "parameter":
+            origin = "parameter"
+        elif role == "buffer":
+            origin = "buffer"
+        elif address in self._from_ranks:
+            origin = "another rank"
+        if owned is not None:
+            site = Site(self._names.owner_of(owned), None)
+        event = Event(
+            len(self.events),
+            "",
+            kind or Kind(nan=False, plus=True, minus=False),
+            origin,
+            site=site,
+            is_backward=origin == "another rank",
+            micro_batch=self.micro_batch,
+            role=role,
+            tensor=None if owned is None else self._names.tensors.get(id(owned)),
+            dtype=_name_dtype(tensor),
+        )
+        self.events.append(event)
+        if address:
+            self._by_address[address] = event
+        return event
+
+    def _mark_outputs(self, module: torch.nn.Module, outputs: Any) -> None:
+        """Note which events wrote the outputs of a module."""
+        if not self.events:
+            return
+        for tensor in _tensors(outputs):
+            event = self._by_address.get(address_of(tensor) or 0)
+            if event is None or event.site is None or event.is_backward:
+                continue
+            if event.site.module is module and event.role == "intermediate":
+                event.role = "output"
+
+
+def _judge(origin: Origin, name: str, magnitude: float | None) -> Origin:
+    """Return the origin, now that it is known what float64 gives."""
+    if magnitude is not None and magnitude < float("inf"):
+        return "overflow"
+    if name in _GROWING:
+        return "overflow"
+    return origin
+
+
+def _copy_written(
+    func: Any, args: Arguments, kwargs: dict[str, Any]
+) -> tuple[Arguments, dict[str, Any]]:
+    """Return the arguments of an operator, with copies of what it will write to."""
+    written = {id(tensor) for tensor in _written(func, args, kwargs)}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if id(tensor) in written else tensor
+
+    copied: tuple[Arguments, dict[str, Any]]
+    copied = tree_map_only(torch.Tensor, copy, (args, kwargs))
+    return copied
+
+
+def _written(func: Any, args: Arguments, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes to."""
+    found: list[torch.Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = kwargs.get(argument.name, args[index] if index < len(args) else None)
+        found += _tensors(value)
+    return found
+
+
+def _skips(func: Any) -> bool:
+    """Whether the results of an operator have nothing to say.
+
+    They are not written yet, or they are views of what is known already.
+    """
+    name = str(func._schema.name).rpartition("::")[2]  # noqa: SLF001
+    if name in _UNWRITTEN:
+        return True
+    if name == "lift_fresh" or is_mutable(func):
+        return False
+    returns: Sequence[Any] = func._schema.returns  # noqa: SLF001
+    return bool(returns) and all(one.alias_info is not None for one in returns)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested values."""
+    flat, _ = tree_flatten(values)
+    return [value for value in flat if isinstance(value, torch.Tensor)]
+
+
+def _name_dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _name_node(node: Any) -> str:
+    return str(node.name()).rpartition("::")[2]
+
+
+def _number_node(node: Any) -> int:
+    return int(node._sequence_nr())  # noqa: SLF001
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: then nothing can be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+_OF_OPTIMIZERS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_")
+"""Operators that check gradients and update weights, after the backward pass."""
+
+_UNWRITTEN = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "empty_permuted",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "set_",
+    }
+)
+
+_PASSIVE = frozenset(
+    {"to", "clone", "copy", "sum", "add", "detach", "view", "reshape", "stack", "cat"}
+)
+"""Operators by which the gradient of a parameter reaches it unchanged, or in a sum."""
+
+_GROWING = frozenset(
+    {"exp", "exp2", "expm1", "sinh", "cosh", "square", "mul", "pow", "cumprod", "prod"}
+)
+"""Operators that can leave float64 as well."""
