@@ -8,12 +8,14 @@ from typing import Any
 import click
 
 from lossscale.cli import what_is_missing
+from lossscale.cli.backtest import backtest
 from lossscale.cli.choices import Group
 from lossscale.cli.convert import convert
 from lossscale.cli.demo import demo
 from lossscale.cli.doctor import doctor
 from lossscale.cli.export import export
 from lossscale.cli.presets import presets
+from lossscale.cli.recommend import recommend
 from lossscale.cli.report import report
 from lossscale.cli.simulate import simulate
 from lossscale.cli.watch import watch
@@ -48,5 +50,9 @@ def application() -> None:
     """Loss scaling for mixed-precision training: examine, try and convert."""
 
 
-for command in (demo, report, watch, export, simulate, presets, convert, doctor):
+for command in (
+    *(demo, report, watch, export),
+    *(backtest, recommend, simulate),
+    *(presets, convert, doctor),
+):
     application.add_command(command)

@@ -1,0 +1,5 @@
+"""x"""
+import click
+@click.command()
+def recommend() -> None:
+    """X."""
