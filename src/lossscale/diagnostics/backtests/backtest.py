@@ -2,20 +2,25 @@
 """`backtest`: what other policies would have done in a recorded run."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from lossscale.core.policies import Dynamic, Policy
 from lossscale.core.validation import format_value
-from lossscale.diagnostics.backtests.limits import find_step_limits
+from lossscale.diagnostics.backtests.code import write_policy
 from lossscale.diagnostics.backtests.outcome import (
     Material,
     Outcome,
     describe_recorded,
+    prepare,
     run_one,
 )
 from lossscale.diagnostics.backtests.remarks import list_remarks
-from lossscale.diagnostics.backtests.steps import RecordedSteps, read_steps
+from lossscale.diagnostics.backtests.steps import (
+    OnProgress,
+    RecordedSteps,
+    read_steps,
+)
 from lossscale.diagnostics.backtests.underflow import read_samples
 from lossscale.diagnostics.records.reader import read_run
 from lossscale.diagnostics.records.run_file import RunFile
@@ -43,7 +48,7 @@ def backtest(
     run: RunFile | str | os.PathLike[str],
     policies: Sequence[Policy] | Mapping[str, Policy],
     *,
-    on_progress: Callable[[], object] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Backtest:
     """Say what other policies would have done in a recorded run.
 
@@ -78,26 +83,44 @@ def backtest(
     """
     named = _named(policies)
     run = run if isinstance(run, RunFile) else read_run(run)
+    material = read_material(run, on_progress)
+    return Backtest(
+        steps=material.steps,
+        dtype=run.dtype,
+        recorded=describe_recorded(material),
+        outcomes=run_all(named, material, on_progress),
+        remarks=tuple(list_remarks(material)),
+    )
+
+
+def read_material(run: RunFile, on_progress: OnProgress | None = None) -> Material:
+    """Return what a run's record says, for any policy.
+
+    Raises:
+        StateError: If it holds no step.
+    """
     steps = read_steps(run, on_progress)
     if not steps.size:
         message = f"{run.path} holds no step: there is nothing to try policies on."
         raise StateError(message)
-    limits = find_step_limits(steps, run.dtype)
-    material = Material(steps, limits, read_samples(run), run.dtype)
-    dynamic = sum(type(policy) is Dynamic for policy in named.values())
-    compiled = dynamic * steps.size * len(limits.all) > WORTH_COMPILING
+    return prepare(steps, read_samples(run), run.dtype)
+
+
+def run_all(
+    policies: Mapping[str, Policy],
+    material: Material,
+    on_policy: OnProgress | None = None,
+) -> dict[str, Outcome]:
+    """Return what each policy would have done."""
+    dynamic = sum(type(policy) is Dynamic for policy in policies.values())
+    transitions = dynamic * material.steps.size * len(material.limits.all)
     outcomes = {}
-    for name, policy in named.items():
+    for name, policy in policies.items():
+        compiled = transitions > WORTH_COMPILING
         outcomes[name] = run_one(policy, material, compiled=compiled)
-        if on_progress is not None:
-            on_progress()
-    return Backtest(
-        steps=steps,
-        dtype=run.dtype,
-        recorded=describe_recorded(material),
-        outcomes=outcomes,
-        remarks=tuple(list_remarks(material)),
-    )
+        if on_policy is not None:
+            on_policy()
+    return outcomes
 
 
 def _named(policies: Sequence[Policy] | Mapping[str, Policy]) -> dict[str, Policy]:
@@ -105,7 +128,7 @@ def _named(policies: Sequence[Policy] | Mapping[str, Policy]) -> dict[str, Polic
     if isinstance(policies, Mapping):
         named = dict(policies)
     elif isinstance(policies, Sequence):
-        named = {describe(policy): policy for policy in policies}
+        named = {write_policy(policy): policy for policy in policies}
     else:
         named = {}
     wrong = [policy for policy in named.values() if not isinstance(policy, Policy)]
@@ -117,28 +140,3 @@ def _named(policies: Sequence[Policy] | Mapping[str, Policy]) -> dict[str, Polic
         )
         raise SettingTypeError(message)
     return named
-
-
-def describe(policy: Policy) -> str:
-    """Return a policy as its class and the settings that are not the defaults."""
-    if not is_dataclass(policy):
-        return repr(policy)
-    shown = []
-    for field in fields(policy):
-        value = getattr(policy, field.name)
-        default = field.default
-        if default is MISSING and field.default_factory is not MISSING:
-            default = field.default_factory()
-        if value != default and not _is_implied(policy, field.name):
-            text = describe(value) if isinstance(value, Dynamic) else repr(value)
-            shown.append(f"{field.name}={text}")
-    return f"{type(policy).__name__}({', '.join(shown)})"
-
-
-def _is_implied(policy: Policy, name: str) -> bool:
-    """Whether a setting is a default that a policy writes out."""
-    return (
-        isinstance(policy, Dynamic)
-        and name == "backoff_factor"
-        and policy.backoff_factor in (None, 0.5)
-    )

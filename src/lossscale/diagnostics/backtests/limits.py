@@ -155,4 +155,4 @@ def _nearest_overflow(steps: RecordedSteps) -> Scales:
 
 def _log2(values: npt.NDArray[np.floating]) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.log2(values.astype(np.float64))
+        return np.asarray(np.log2(values.astype(np.float64)))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lossscale.core.policies import Policy
-from lossscale.diagnostics.backtests.limits import StepLimits
+from lossscale.diagnostics.backtests.limits import StepLimits, find_step_limits
 from lossscale.diagnostics.backtests.steps import RecordedSteps
 from lossscale.diagnostics.backtests.underflow import LostShare, Sample
 from lossscale.diagnostics.formats import FORMATS
@@ -67,6 +67,11 @@ class Material(NamedTuple):
     limits: StepLimits
     samples: Sequence[Sample]
     dtype: str
+
+
+def prepare(steps: RecordedSteps, samples: Sequence[Sample], dtype: str) -> Material:
+    """Return what is known of a run from what was read of it."""
+    return Material(steps, find_step_limits(steps, dtype), samples, dtype)
 
 
 def run_one(policy: Policy, material: Material, *, compiled: bool) -> Outcome:

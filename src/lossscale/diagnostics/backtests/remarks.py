@@ -80,8 +80,8 @@ def _about_skips(material: "Material") -> Iterator[str]:
     missed = int(steps.skipped_by("not stepped").sum())
     if missed:
         yield (
-            f"{_count(missed, 'step')} whose gradients were finite had no call of step; "
-            "they count as finite steps, not as skipped."
+            f"{_count(missed, 'step')} whose gradients were finite had no call of "
+            "step; they count as finite steps, not as skipped."
         )
 
 

@@ -6,7 +6,7 @@ kept of each step.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,8 @@ class RecordedSteps:
 
     def skipped_by(self, *causes: str) -> Flags:
         """Return which steps were skipped by one of these causes."""
-        return np.isin(self.causes, [1 + CAUSES.index(cause) for cause in causes])
+        places = [1 + CAUSES.index(cause) for cause in causes]
+        return np.asarray(np.isin(self.causes, places))
 
     @property
     def finite(self) -> Flags:
@@ -54,6 +55,12 @@ class RecordedSteps:
         Those whose `step` was not called are among them.
         """
         return (self.causes == 0) | self.skipped_by("not stepped")
+
+    def before(self, number: int) -> "RecordedSteps":
+        """Return the steps before one of the run."""
+        end = int(np.searchsorted(self.numbers, number))
+        columns = (getattr(self, field.name)[:end] for field in fields(self))
+        return RecordedSteps(*columns)
 
     @property
     def held(self) -> Flags:

@@ -9,13 +9,18 @@ from typing import Any
 import numpy as np
 
 from lossscale.core.portable import KINDS
-from lossscale.diagnostics.backtests.backtest import Backtest, describe
+from lossscale.diagnostics.backtests.backtest import Backtest
+from lossscale.diagnostics.backtests.code import write_policy
 from lossscale.diagnostics.backtests.outcome import Estimate, Outcome
+from lossscale.diagnostics.backtests.recommendation import Recommendation
 from lossscale.diagnostics.report.markdown import escape_line, make_table
 from lossscale.diagnostics.report.wording import NOTHING, encodable, number, percent
 
 BACKTEST_FORMAT = "lossscale-backtest/1"
 """The format of `lossscale backtest --format json`."""
+
+RECOMMENDATION_FORMAT = "lossscale-recommendation/1"
+"""The format of `lossscale recommend --format json`."""
 
 RECORDED = "as recorded"
 """What the row of the run itself is called."""
@@ -123,4 +128,23 @@ def settings_of(policy: Any) -> Any:
     for kind, policy_class in KINDS.items():
         if type(policy) is policy_class and is_dataclass(policy):
             return {"kind": kind, **asdict(policy)}
-    return {"kind": describe(policy)}
+    return {"kind": write_policy(policy)}
+
+
+def recommendation_as_json(found: Recommendation, title: str) -> dict[str, Any]:
+    """Return a recommendation as strict JSON holds it."""
+    return {
+        "format": RECOMMENDATION_FORMAT,
+        "run": title,
+        "policy": settings_of(found.policy),
+        "reasons": list(found.reasons),
+        "limits": list(found.limits),
+        "framework": found.framework,
+        "code": found.code,
+        "skipped": {
+            "recorded": None if found.recorded is None else found.recorded.skipped[0],
+            "expected": None
+            if found.outcome is None
+            else found.outcome.skipped._asdict(),
+        },
+    }

@@ -97,4 +97,3 @@ def _condense(statistics: Statistics, smallest: dict[str, int]) -> Sample | None
 
 def _nonzero(first: int, counts: list[int]) -> Iterator[tuple[int, int]]:
     return ((first + i, count) for i, count in enumerate(counts) if count)
-

@@ -79,8 +79,9 @@ def _settings(values: Mapping[str, object]) -> str:
 
 def _alarm(alarm: Alarm) -> str:
     good = "unknown" if alarm.last_good_step is None else f"{alarm.last_good_step:,}"
+    kind, message = escape_line(alarm.kind), escape_line(alarm.message)
     return (
-        f"- step {alarm.step:,}, **{escape_line(alarm.kind)}**: {escape_line(alarm.message)} "
+        f"- step {alarm.step:,}, **{kind}**: {message} "
         f"Last step with good weights: {good}."
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other policies on the page of a run: their scales in its chart, and a table of them."""
+"""Other policies on the page of a run: their scales in its chart, and a table."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -69,9 +69,7 @@ def _buckets(steps: npt.NDArray[np.int64], scales: Scales) -> Buckets:
 
 def policies_section(policies: OtherPolicies) -> str:
     """Return the table of the policies, and what it does not show."""
-    rows = [
-        [_head(index, row[0]), *row[1:]] for index, row in enumerate(policies.rows)
-    ]
+    rows = [[_head(index, row[0]), *row[1:]] for index, row in enumerate(policies.rows)]
     table = make_table(policies.heads, rows, whole=True, escaped_first=True)
     remarks = "".join(f"<li>{escape_text(text)}</li>" for text in policies.remarks)
     return (

@@ -242,7 +242,9 @@ def about(runs: Sequence[Summary]) -> str:
         facts += [("versions", _settings(run.versions))] if run.versions else []
         if run.unreadable_lines:
             facts.append(("lines left out", number(run.unreadable_lines)))
-        rows = "".join(f"<dt>{escape_text(n)}</dt><dd>{escape_text(v)}</dd>" for n, v in facts)
+        rows = "".join(
+            f"<dt>{escape_text(n)}</dt><dd>{escape_text(v)}</dd>" for n, v in facts
+        )
         parts += [_run_heading(runs, run), f'<dl class="facts">{rows}</dl>']
     return "".join(parts)
 

@@ -372,7 +372,7 @@
       if (this.kind.series === "scale") {
         this.views.forEach((view, index) => {
           if (!this.isDrawn(index)) return;
-          context.fillStyle = context.strokeStyle = this.lines.length === 1 ? colour("--alarm") : runColour(index);
+          context.fillStyle = context.strokeStyle = RUNS.length === 1 ? colour("--alarm") : runColour(index);
           context.lineWidth = 1.8 * ratio;
           context.setLineDash([]);
           for (const [cause, counts] of Object.entries(view.causes)) {
