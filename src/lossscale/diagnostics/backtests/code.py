@@ -83,7 +83,7 @@ _USES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "keras": (
         ("from lossscale.keras import LossScaleOptimizer",),
-        ("optimizer = LossScaleOptimizer(optimizer, policy=policy)  # yours, inside",),
+        ("optimizer = LossScaleOptimizer(optimizer, policy=policy)",),
     ),
     "tensorflow": (
         ("import lossscale.tensorflow",),
@@ -91,9 +91,7 @@ _USES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "optax": (
         ("import lossscale.optax",),
-        (
-            "optimizer = lossscale.optax.loss_scaled(optimizer, policy)  # yours, inside",
-        ),
+        ("optimizer = lossscale.optax.loss_scaled(optimizer, policy)",),
     ),
     "jax": (("import lossscale.jax",), ("state = lossscale.jax.init(policy)",)),
     "numpy": (("import lossscale.numpy as ls",), ("state = ls.init(policy)",)),

@@ -14,7 +14,7 @@ import numpy as np
 from lossscale.diagnostics.sequences import Floats
 
 _ALLOWED_SHARE = 0.1
-"""A gap is still possible if it explains so much less of the overflows than the best."""
+"""A gap is still possible if it explains so much less of the overflows."""
 
 _MOST_CANDIDATES = 2_000
 

@@ -5,8 +5,8 @@ Of every step the record has one point: at the scale that it carried it was fini
 it was not. All three answers agree with that point, so that the recorded policy itself
 takes the recorded steps again, whatever is assumed. For other scales:
 
-- A step is finite where its largest gradient, times the scale, stays the gap of `gap.py`
-  below the format's maximum: the least gap that the record allows at most, the likely
+- A step is finite where its largest gradient, times the scale, stays the gap of
+  `gap.py` below the format's maximum: the least gap that the record allows at most, the likely
   one probably, and the largest at least.
 - The largest gradient of an overflow is not known, and neither that of a step that was
   not measured. That of the measured steps next to it, two before and two after, stands

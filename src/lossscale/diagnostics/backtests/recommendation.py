@@ -115,7 +115,7 @@ def recommend(
     if alarm is not None:
         good = alarm.step if alarm.last_good_step is None else alarm.last_good_step
         limits.append(
-            f"An alarm ({alarm.kind}) was raised at step {alarm.step:,}. Steps from "
+            f"Step {alarm.step:,} raised an alarm ({alarm.kind}). Steps from "
             f"{good + 1:,} on are left out: they are of a training that goes wrong."
         )
         steps = material.steps.before(good + 1)

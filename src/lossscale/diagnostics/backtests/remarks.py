@@ -30,7 +30,8 @@ def _about_magnitudes(material: "Material") -> Iterator[str]:
             "No largest magnitude was recorded, so nothing says at which other scales "
             "a step would have overflowed. Steps are taken to overflow at the scale at "
             "which the nearest one did: the result is hardly more than the recorded "
-            "run again. Record amax with every step."
+            "run again. Record amax with every step; PyTorch's GradScaler measures "
+            "it on a CPU if measure_amax=True is passed."
         )
         return
     if measured < finite:
