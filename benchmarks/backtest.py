@@ -67,6 +67,7 @@ class Characters(torch.nn.Module):
         self.output = torch.nn.Linear(width, size)
 
     def forward(self, rows):
+        """Return the logits of the next characters."""
         state = torch.zeros(rows.shape[0], self.inner.in_features)
         logits = []
         for column in self.embedding(rows).unbind(1):
@@ -127,6 +128,7 @@ class Runs:
         self.paths = {}
 
     def path(self, text, policy=None):
+        """Return the record of the training with a policy."""
         if text not in self.paths:
             self.paths[text] = self.folder / f"run{len(self.paths)}.jsonl"
             MODELS[self.model](self.paths[text], policy or parse_policy(text))

@@ -6,8 +6,8 @@ it was not. All three answers agree with that point, so that the recorded policy
 takes the recorded steps again, whatever is assumed. For other scales:
 
 - A step is finite where its largest gradient, times the scale, stays the gap of
-  `gap.py` below the format's maximum: the least gap that the record allows at most, the likely
-  one probably, and the largest at least.
+  `gap.py` below the format's maximum: the least gap that the record allows at most, the
+  likely one probably, and the largest at least.
 - The largest gradient of an overflow is not known, and neither that of a step that was
   not measured. That of the measured steps next to it, two before and two after, stands
   for it: the mean of their logarithms. An overflow also overflows at every higher scale
@@ -112,7 +112,7 @@ def _where_known(limits: Scales, other: npt.ArrayLike) -> Scales:
 
 def fill_magnitudes(steps: RecordedSteps) -> Floats:
     """Return the largest gradient of every step, from its neighbours if unknown."""
-    magnitudes = steps.magnitudes.copy()
+    magnitudes: Floats = steps.magnitudes.copy()
     magnitudes[steps.overflows] = np.nan
     measured = np.flatnonzero(magnitudes > 0.0)
     missing = np.flatnonzero(np.isnan(magnitudes))

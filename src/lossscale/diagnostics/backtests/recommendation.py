@@ -126,8 +126,8 @@ def recommend(
     recorded = describe_recorded(material)
     if run.dtype in _WIDE:
         reason = (
-            f"The gradients were stored in {run.dtype}, which has the range of float32: "
-            "they need no loss scale."
+            f"The gradients were stored in {run.dtype}, which has the range of "
+            "float32: they need no loss scale."
         )
         return Recommendation(Fixed(1.0), (reason,), tuple(limits), framework, recorded)
     evidence = collect_evidence(material)
@@ -158,9 +158,9 @@ def _refuse(material: Material) -> str | None:
     finite, hopeless = int(steps.finite.sum()), int(material.limits.hopeless.sum())
     if steps.size and hopeless > _MOST_HOPELESS * steps.size:
         return (
-            f"{hopeless:,} of {steps.size:,} steps were skipped for what no scale helps: "
-            "a loss that was not finite, or NaN that no back-off ended. No policy "
-            "mends that; lossscale report shows the tensors."
+            f"{hopeless:,} of {steps.size:,} steps were skipped for what no scale "
+            "helps: a loss that was not finite, or NaN that no back-off ended. No "
+            "policy mends that; lossscale report shows the tensors."
         )
     if finite < _LEAST_STEPS:
         return (

@@ -54,7 +54,7 @@ class RecordedSteps:
 
         Those whose `step` was not called are among them.
         """
-        return (self.causes == 0) | self.skipped_by("not stepped")
+        return np.asarray((self.causes == 0) | self.skipped_by("not stepped"))
 
     def before(self, number: int) -> "RecordedSteps":
         """Return the steps before one of the run."""
