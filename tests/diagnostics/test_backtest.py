@@ -102,7 +102,8 @@ def test_the_recorded_policy_takes_the_recorded_steps_again(
 
 
 def test_policies_that_read_magnitudes_take_them_again(tmp_path):
-    limits = 2.0 ** np.random.default_rng(0).integers(10, 20, 300)
+    # A record has six digits of a magnitude: enough where no comparison is a tie.
+    limits = 1.3 * 2.0 ** np.random.default_rng(0).integers(10, 20, 300)
     for policy in (Headroom(window=20), LogMax(window=20)):
         path = tmp_path / f"{type(policy).__name__}.jsonl"
         scales, skipped = record(path, policy, limits)
@@ -146,7 +147,9 @@ def test_overflows_inside_the_network_are_learned_from_the_record(tmp_path):
     low, high = found.outcomes.values()
     # The weights' gradients alone would fit at 2**17: they are 4 bits smaller.
     assert (0, 600) == (low.skipped.likely, high.skipped.likely)
-    assert any("gradients inside the network overflow first" in r for r in found.remarks)
+    assert any(
+        "gradients inside the network overflow first" in r for r in found.remarks
+    )
 
 
 def test_a_record_without_overflows_leaves_the_inside_open(tmp_path):
@@ -394,9 +397,7 @@ def test_steps_after_an_alarm_are_left_out(tmp_path):
 
 def test_without_magnitudes_the_start_is_what_the_run_bore(tmp_path):
     limits = np.full(500, 1.5 * 2.0**12)
-    record(
-        tmp_path / "run.jsonl", Dynamic(growth_interval=25), limits, measured=False
-    )
+    record(tmp_path / "run.jsonl", Dynamic(growth_interval=25), limits, measured=False)
     found = recommend(tmp_path / "run.jsonl")
     assert Dynamic(init_scale=2.0**12, growth_interval=100) == found.policy
     assert any("4 steps were skipped before" in reason for reason in found.reasons)

@@ -74,7 +74,7 @@ def write_code(policy: Policy, framework: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-_ALWAYS = ("scale", "init_scale", "growth_interval", "margin", "rule")
+_ALWAYS = ("scale", "init_scale", "growth_interval", "margin", "window", "rule")
 
 _USES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "torch": (

@@ -10,7 +10,8 @@ Every recommendation follows from the record, by these rules:
   within a thousandth of all values if tensors were measured, otherwise with a median
   scale of at least half of the highest.
 - `Headroom` is recommended instead of `Dynamic` if every step was measured and if, at
-  its worst, it would have skipped fewer steps than that interval probably does.
+  its worst, it would have skipped fewer steps than that interval probably does, and
+  loses as few values. Windows of 500 and of 50 steps are tried.
 
 Without magnitudes the start is the lowest scale of the first hundred finite steps, and
 the interval is the recorded one, four times as long if most skips followed a growth.
@@ -50,6 +51,8 @@ from lossscale.diagnostics.report.summary import find_alarms
 INTERVALS = (100, 200, 500, 1000, 2000, 5000)
 """The growth intervals that are tried."""
 
+_WINDOWS = (500, 50)
+_MOST_FOR_HEADROOM = 200_000
 _LEAST_STEPS = 100
 _MOST_HOPELESS = 0.05
 _AS_FEW = 1e-3
@@ -194,24 +197,40 @@ def _by_magnitudes(material: Material, seen: Evidence, run: RunFile) -> _Choice:
             f"{seen.measured:,} of {seen.finite:,} finite steps have a largest "
             "magnitude; the others are taken to be like those next to them."
         )
+    elif material.steps.size > _MOST_FOR_HEADROOM:
+        limits.append(
+            f"Headroom was not tried: it is for records of up to "
+            f"{_MOST_FOR_HEADROOM:,} steps."
+        )
     else:
-        margin = max(2.0, ceil(material.limits.gap.likely) + 1.0)
-        headroom = Headroom(Dynamic(init_scale=start), margin=margin)
-        tried = run_all({"headroom": headroom}, material)["headroom"]
-        if tried.skipped.high < outcome.skipped.likely and _loses_as_few(
-            tried, outcome
-        ):
-            reasons.append(
-                f"Headroom with a margin of {margin:g} would have skipped "
-                f"{tried.skipped.high:,} steps at most, fewer than that interval."
-            )
-            policy, outcome = headroom, tried
+        better = _try_headroom(start, material, outcome)
+        if better is not None:
+            policy, outcome, reason = better
+            reasons.append(reason)
     if not material.limits.gap.overflows:
         limits.append(
             "No step overflowed, so the record does not show whether gradients inside "
             "the network overflow before those of the weights."
         )
     return policy, outcome, reasons, limits
+
+
+def _try_headroom(
+    start: float, material: Material, ruled: Outcome
+) -> tuple[Policy, Outcome, str] | None:
+    """Return `Headroom` if it saves skips for certain, and why; else `None`."""
+    margin = max(2.0, ceil(material.limits.gap.likely) + 1.0)
+    for window in _WINDOWS:
+        policy = Headroom(Dynamic(init_scale=start), margin=margin, window=window)
+        tried = run_all({"headroom": policy}, material)["headroom"]
+        if tried.skipped.high < ruled.skipped.likely and _loses_as_few(tried, ruled):
+            reason = (
+                f"Headroom with a margin of {margin:g} and a window of {window} would "
+                f"have skipped {tried.skipped.high:,} steps at most, fewer than that "
+                f"interval, {_why_as_few(tried)}."
+            )
+            return policy, tried, reason
+    return None
 
 
 def _power_below(limit: float) -> float:
@@ -273,6 +292,12 @@ def _loses_as_few(outcome: Outcome, other: Outcome) -> bool:
     if outcome.lost is not None and other.lost is not None:
         return outcome.lost.known <= other.lost.known + _AS_FEW
     return outcome.median_scale.likely >= other.median_scale.likely / 2
+
+
+def _why_as_few(outcome: Outcome) -> str:
+    if outcome.lost is None:
+        return "with a median scale of at least half of that one's"
+    return "and would have lost as few values"
 
 
 def _about_interval(chosen: str, found: dict[str, Outcome], steps: int) -> str:
