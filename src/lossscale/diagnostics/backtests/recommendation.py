@@ -108,7 +108,7 @@ def recommend(
         ...             recorder.record(scale=1024.0, applied=True, amax=0.25)
         ...     found = recommend(path)
         >>> found.policy.init().scale
-        131072.0
+        65536.0
     """
     run = run if isinstance(run, RunFile) else read_run(run)
     framework = find_framework(run.header.get("versions") or {})
