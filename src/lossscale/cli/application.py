@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from lossscale.cli import what_is_missing
+from lossscale.cli.backtest import backtest
 from lossscale.cli.choices import Group
 from lossscale.cli.convert import convert
 from lossscale.cli.demo import demo
@@ -15,6 +16,7 @@ from lossscale.cli.doctor import doctor
 from lossscale.cli.explain import explain
 from lossscale.cli.export import export
 from lossscale.cli.presets import presets
+from lossscale.cli.recommend import recommend
 from lossscale.cli.report import report
 from lossscale.cli.simulate import simulate
 from lossscale.cli.watch import watch
@@ -50,14 +52,8 @@ def application() -> None:
 
 
 for command in (
-    demo,
-    report,
-    explain,
-    watch,
-    export,
-    simulate,
-    presets,
-    convert,
-    doctor,
+    *(demo, report, explain, watch, export),
+    *(backtest, recommend, simulate),
+    *(presets, convert, doctor),
 ):
     application.add_command(command)

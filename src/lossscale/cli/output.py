@@ -3,7 +3,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import frexp
 from textwrap import wrap
@@ -129,6 +129,19 @@ def progress(description: str, total: int) -> Iterator[Any]:
     ) as bar:
         task = bar.add_task(description, total=total)
         yield lambda: bar.advance(task)
+
+
+def in_percent(advance: Callable[[], Any]) -> Callable[[int, int], None]:
+    """Return what a reader tells its position to, for a bar of a hundred parts."""
+    done = 0
+
+    def on_progress(position: int, size: int) -> None:
+        nonlocal done
+        while done < 100 * position // max(1, size):
+            done += 1
+            advance()
+
+    return on_progress
 
 
 def number(value: float) -> str:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies as text: `torch`, `fixed:1024`, `dynamic:growth_interval=100,hysteresis=2`.
 
-The name is a preset, `dynamic` or `fixed`; the settings after the colon replace those
-of the preset.
+The name is a preset or the kind of a policy, as portable states have it; the settings
+after the colon replace those of the preset. A policy that holds a rule takes the rule's
+settings too: `headroom:margin=2,init_scale=1024`.
 """
 
 import math
@@ -13,6 +14,7 @@ from typing import Any
 
 from lossscale import presets
 from lossscale.core.policies import Dynamic, Fixed
+from lossscale.core.portable import KINDS, SavedPolicy
 from lossscale.core.validation import did_you_mean
 from lossscale.errors import SettingError
 
@@ -22,7 +24,7 @@ _RANGE_PARTS = 3
 _MOST = 10_000
 
 
-def parse_policy(text: str) -> Dynamic | Fixed:
+def parse_policy(text: str) -> SavedPolicy:
     """Return the policy that a text names.
 
     Raises:
@@ -37,12 +39,60 @@ def parse_policy(text: str) -> Dynamic | Fixed:
         return presets.make_dynamic(Dynamic(), values)
     if name in presets.PRESETS:
         return presets.get(name, **values)
-    question = did_you_mean(name, ["dynamic", "fixed", *presets.PRESETS])
+    if name in KINDS:
+        return _make_data_policy(name, values)
+    question = did_you_mean(name, [*KINDS, *presets.PRESETS])
     message = (
-        f"There is no policy {name!r}; there are dynamic, fixed and the presets "
+        f"There is no policy {name!r}; there are {', '.join(KINDS)} and the presets "
         f"{', '.join(presets.PRESETS)}.{question}"
     )
     raise SettingError(message)
+
+
+def _make_data_policy(name: str, values: dict[str, Any]) -> SavedPolicy:
+    """Return a policy that holds a rule, from settings of its own and of the rule."""
+    chosen: Any = KINDS[name]
+    plain = chosen()
+    own = [field.name for field in fields(chosen) if field.name != "rule"]
+    rule = [field.name for field in fields(Dynamic)]
+    unknown = [key for key in values if key not in own and key not in rule]
+    if unknown:
+        question = did_you_mean(unknown[0], [*own, *rule])
+        message = (
+            f"{name} has no setting {unknown[0]!r}; its settings are "
+            f"{', '.join([*own, *rule])}.{question}"
+        )
+        raise SettingError(message)
+    given = {key: _own_value(key, values[key], plain) for key in own if key in values}
+    changed = {key: value for key, value in values.items() if key not in own}
+    found: SavedPolicy = chosen(rule=presets.make_dynamic(plain.rule, changed), **given)
+    return found
+
+
+def _own_value(key: str, text: Any, plain: Any) -> Any:
+    """Return a setting of a data policy in the type of its default."""
+    if key == "floors":
+        return _floors(text)
+    number = parse_number(key, text)
+    whole = isinstance(getattr(plain, key), int) and number.is_integer()
+    return int(number) if whole else number
+
+
+def _floors(text: str) -> tuple[tuple[int | float, float], ...]:
+    """Return a schedule: `floors=40000:8192+150000:32768`."""
+    floors = []
+    for part in text.split("+"):
+        step, colon, scale = part.partition(":")
+        if not colon:
+            message = (
+                f"floors is written step:scale+step:scale, such as "
+                f"40000:8192+150000:32768, got {text!r}."
+            )
+            raise SettingError(message)
+        number = parse_number("A step of floors", step)
+        whole = int(number) if number.is_integer() else number
+        floors.append((whole, parse_number("A scale of floors", scale)))
+    return tuple(floors)
 
 
 def parse_settings(text: str) -> dict[str, Any]:
@@ -52,7 +102,7 @@ def parse_settings(text: str) -> dict[str, Any]:
     return {key: _value(key, value) for key, value in settings.items()}
 
 
-def sweep(text: str, sweeps: Iterable[str]) -> dict[str, Dynamic | Fixed]:
+def sweep(text: str, sweeps: Iterable[str]) -> dict[str, SavedPolicy]:
     """Return a policy for every combination of swept settings, by its text.
 
     A sweep is `growth_interval=100,200,400` or `growth_interval=100:2000:20`: from,
@@ -65,7 +115,7 @@ def sweep(text: str, sweeps: Iterable[str]) -> dict[str, Dynamic | Fixed]:
     if math.prod(map(len, choices)) > _MOST:
         message = f"A sweep makes at most {_MOST:,} policies; these make more."
         raise SettingError(message)
-    policies = {}
+    policies: dict[str, SavedPolicy] = {}
     for combination in product(*choices):
         name, colon, rest = text.partition(":")
         parts = [part for part in (rest, *combination) if part]

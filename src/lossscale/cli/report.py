@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from lossscale.cli.choices import Choice
-from lossscale.cli.output import kept_warnings, progress
+from lossscale.cli.output import in_percent, kept_warnings, progress
 from lossscale.core.portable import write_atomically
 
 _FORMATS = ("html", "md", "json")
@@ -41,15 +41,7 @@ def report(runs: tuple[Path, ...], output: Path | None, chosen: str | None) -> N
     if output is not None:
         check_output(output, runs)
     with kept_warnings(), progress("reading", 100) as advance:
-        done = 0
-
-        def on_progress(position: int, size: int) -> None:
-            nonlocal done
-            while done < 100 * position // max(1, size):
-                done += 1
-                advance()
-
-        text = build_report(runs, format=form, on_progress=on_progress)
+        text = build_report(runs, format=form, on_progress=in_percent(advance))
     if output is None:
         click.echo(text, nl=False)
         return

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 import lossscale.numpy as ls
-from lossscale.core.policies import Dynamic, Fixed, Policy
+from lossscale.core.policies import Dynamic, Fixed, Policy, wanted_measurements
 from lossscale.demo import muon, network
 from lossscale.demo.data import Digits, load_digits
 from lossscale.errors import SettingError
@@ -174,7 +174,9 @@ def train(
     scales = np.zeros(steps, np.float32)
     skipped = np.zeros(steps, np.bool_)
     lost = found = 0
-    measured = () if on_step is None else ("nan", "amax", "norm")
+    measured = wanted_measurements(policy)
+    if on_step is not None:
+        measured = ("nan", "amax", "norm")
 
     for step in range(steps):
         chosen = generator.integers(len(digits.train_labels), size=BATCH)

@@ -20,6 +20,13 @@ from lossscale.diagnostics.records.run_file import RecordWarning, RunFile
 from lossscale.diagnostics.records.steps import StepRecord
 
 if TYPE_CHECKING:
+    from lossscale.diagnostics.backtests.backtest import Backtest, backtest
+    from lossscale.diagnostics.backtests.outcome import Estimate, Outcome
+    from lossscale.diagnostics.backtests.recommendation import (
+        Recommendation,
+        recommend,
+    )
+    from lossscale.diagnostics.backtests.underflow import LostShare
     from lossscale.diagnostics.recording import Recording, read_recording
     from lossscale.diagnostics.report.build import build_report
     from lossscale.diagnostics.simulation import Simulation, simulate
@@ -32,7 +39,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Alarm",
     "AlarmRules",
+    "Backtest",
+    "Estimate",
     "ExponentHistogram",
+    "LostShare",
+    "Outcome",
+    "Recommendation",
     "RecordWarning",
     "Recorder",
     "Recording",
@@ -41,6 +53,7 @@ __all__ = [
     "Simulation",
     "StepRecord",
     "TensorStatistics",
+    "backtest",
     "build_report",
     "explain_run",
     "exponent_histogram",
@@ -48,18 +61,26 @@ __all__ = [
     "measure_tensors",
     "read_recording",
     "read_run",
+    "recommend",
     "record_in_jit",
     "simulate",
 ]
 
 _WITH_NUMPY = {
+    "Backtest": "backtests.backtest",
+    "Estimate": "backtests.outcome",
     "ExponentHistogram": "statistics",
+    "LostShare": "backtests.underflow",
+    "Outcome": "backtests.outcome",
+    "Recommendation": "backtests.recommendation",
     "Recording": "recording",
     "Simulation": "simulation",
+    "backtest": "backtests.backtest",
     "build_report": "report.build",
     "exponent_histogram": "statistics",
     "measure_tensors": "statistics",
     "read_recording": "recording",
+    "recommend": "backtests.recommendation",
     "simulate": "simulation",
 }
 """The names that need NumPy, and where each of them is."""

@@ -16,22 +16,19 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 import lossscale.numpy as ls
-from lossscale.core import validation
-from lossscale.core.headroom import LARGEST
-from lossscale.core.policies import Dynamic, Fixed, Policy
+from lossscale.core.data_policies import RuleBased
+from lossscale.core.policies import Dynamic, Fixed, Policy, wanted_measurements
 from lossscale.core.rule import transition
 from lossscale.core.state import ScaleState, Signal
-from lossscale.errors import SettingError
+from lossscale.diagnostics.sequences import Scales, StepSequence, make_sequence
 
-Flags = npt.NDArray[np.bool_]
 Steps = npt.NDArray[np.int64]
-Scales = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -86,21 +83,10 @@ _CHUNK = 2**20
 """Steps between two chances to interrupt compiled code: some milliseconds."""
 
 
-class _Sequence(NamedTuple):
-    """The steps: finite or not and, where it is known, up to which scale."""
-
-    flags: Flags
-    limits: Scales | None
-    """The largest scale at which each step is finite: 0 if there is none."""
-
-    def chunks(self) -> Iterator[Scales]:
-        """Yield the limits in pieces."""
-        for start in range(0, self.flags.size, _CHUNK):
-            piece = slice(start, start + _CHUNK)
-            if self.limits is None:
-                yield np.where(self.flags[piece], np.float32(np.inf), np.float32(0))
-            else:
-                yield self.limits[piece]
+def _chunks(sequence: StepSequence) -> Iterator[Scales]:
+    """Yield the limits in pieces."""
+    for start in range(0, sequence.length, _CHUNK):
+        yield sequence.limits[start : start + _CHUNK]
 
 
 def simulate(
@@ -146,77 +132,42 @@ def simulate(
         >>> result.scales.max().item()
         262144.0
     """
-    sequence = _sequence(finite, magnitudes, dtype)
+    sequence = make_sequence(finite, magnitudes, dtype)
     # Exactly a Dynamic: a subclass may have a step of its own.
     dynamic = sum(type(policy) is Dynamic for policy in policies)
-    runner = _loop(transition, _select)
-    if dynamic * sequence.flags.size > WORTH_COMPILING:
-        runner = _compile_loop() or runner
+    compiled = dynamic * sequence.length > WORTH_COMPILING
     results = []
     for policy in policies:
-        if type(policy) is Dynamic:
-            results.append(_by_the_rule(runner, policy, sequence))
-        elif type(policy) is Fixed:
-            results.append(_without_steps(policy, sequence))
-        else:
-            results.append(_one_by_one(policy, sequence))
+        results += run_policy(policy, [sequence], compiled=compiled)
         if on_policy is not None:
             on_policy()
     return results
 
 
-def _sequence(
-    finite: npt.ArrayLike, magnitudes: npt.ArrayLike | None, dtype: str
-) -> _Sequence:
-    """Return the steps, checked."""
-    flags = np.asarray(finite)
-    if flags.ndim != 1 or flags.dtype != np.bool_:
-        message = (
-            "finite must be one row of booleans, one per step; got an array of "
-            f"{flags.dtype} with shape {flags.shape}."
-        )
-        raise SettingError(message)
-    largest = LARGEST[validation.check_choice("dtype", dtype, LARGEST)]
-    if magnitudes is None:
-        return _Sequence(flags, None)
-    values = np.asarray(magnitudes)
-    if values.ndim != 1 or values.dtype.kind not in "fiu":
-        message = (
-            "magnitudes must be one row of numbers, one per step; got an array of "
-            f"{values.dtype} with shape {values.shape}."
-        )
-        raise SettingError(message)
-    if values.size != flags.size:
-        message = (
-            "There must be as many magnitudes as steps; got "
-            f"{values.size:,} magnitudes and {flags.size:,} steps."
-        )
-        raise SettingError(message)
-    values = values.astype(np.float64)
-    if (values < 0).any():
-        message = "magnitudes must be 0 or more, or NaN where they are not known."
-        raise SettingError(message)
-    return _Sequence(flags, _limits(flags, values, largest))
+def run_policy(
+    policy: Policy, sequences: Sequence[StepSequence], *, compiled: bool = False
+) -> list[Simulation]:
+    """Run a policy over several sequences of one length: one result for each.
 
-
-def _limits(flags: Flags, values: npt.NDArray[np.float64], largest: float) -> Scales:
-    """Return the largest float32 scale at which each step is finite."""
-    replayed = np.where(flags, np.inf, 0.0)
-    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        limits = (largest / values).astype(np.float32)
-        # The quotient was rounded, twice; the product with a scale is exact.
-        limits = np.where(limits * values > largest, _next(limits, 0), limits)
-        higher = _next(limits, np.inf)
-        limits = np.where(higher * values <= largest, higher, limits)
-    return np.where(np.isnan(values), replayed, limits).astype(np.float32)
-
-
-def _next(scales: Scales, towards: float) -> Scales:
-    return cast("Scales", np.nextafter(scales, np.float32(towards)))
+    Args:
+        policy: Any policy.
+        sequences: Sequences that differ in their limits alone. The policies of the core
+            are elementwise: they take a step of all of them at once.
+        compiled: Compile the rule, if numba is installed.
+    """
+    if type(policy) is Dynamic:
+        runner = _loop(transition, _select)
+        runner = (_compile_loop() if compiled else None) or runner
+        return [_by_the_rule(runner, policy, sequence) for sequence in sequences]
+    if type(policy) is Fixed:
+        return [_without_steps(policy, sequence) for sequence in sequences]
+    if isinstance(policy, RuleBased):
+        return _one_by_one(policy, sequences)
+    return [_one_by_one(policy, [sequence])[0] for sequence in sequences]
 
 
 def _by_the_rule(
-    runner: Callable[..., Any], policy: Dynamic, sequence: _Sequence
+    runner: Callable[..., Any], policy: Dynamic, sequence: StepSequence
 ) -> Simulation:
     """Run a dynamic policy by the rule, compiled or not."""
     # Python floats are float64; the rule's arithmetic is float32.
@@ -234,7 +185,7 @@ def _by_the_rule(
     scales = [np.array([first.scale], np.float32)]
     skipped = taken = 0
     with np.errstate(over="ignore", under="ignore"):
-        for limits in sequence.chunks():
+        for limits in _chunks(sequence):
             at, moved, overflows, scale, good, bad = runner(
                 limits, *state, settings, tuple(policy.switches)
             )
@@ -250,28 +201,43 @@ def _by_the_rule(
     return Simulation(policy, taken, skipped, *changes, final)
 
 
-def _without_steps(policy: Fixed, sequence: _Sequence) -> Simulation:
+def _without_steps(policy: Fixed, sequence: StepSequence) -> Simulation:
     """Return what a fixed scale does: nothing."""
     state = ls.init(policy)
     skipped = sum(
-        int(np.count_nonzero(limits < state.scale)) for limits in sequence.chunks()
+        int(np.count_nonzero(limits < state.scale)) for limits in _chunks(sequence)
     )
     start = np.zeros(1, np.int64), np.array([state.scale], np.float32)
-    return Simulation(policy, sequence.flags.size, skipped, *start, state)
+    return Simulation(policy, sequence.length, skipped, *start, state)
 
 
-def _one_by_one(policy: Policy, sequence: _Sequence) -> Simulation:
-    """Run any policy, step by step."""
+def _one_by_one(policy: Policy, sequences: Sequence[StepSequence]) -> list[Simulation]:
+    """Run any policy, step by step, over all sequences at once."""
+    count = len(sequences)
     state = ls.init(policy)
-    steps, scales = [0], [state.scale]
-    skipped = 0
-    for number, (finite, state) in enumerate(_states(policy, sequence), start=1):
-        skipped += not finite
-        if state.scale != scales[-1]:
-            steps.append(number)
-            scales.append(state.scale)
-    changes = np.array(steps, np.int64), np.array(scales, np.float32)
-    return Simulation(policy, sequence.flags.size, skipped, *changes, state)
+    before = np.full(count, state.scale)
+    steps: list[list[int]] = [[0] for _ in range(count)]
+    scales = [[state.scale] for _ in range(count)]
+    skipped = np.zeros(count, np.int64)
+    for number, (finite, state) in enumerate(_states(policy, sequences), start=1):
+        skipped += ~finite
+        after = np.atleast_1d(state.scale)
+        if (after != before).any():
+            for index in np.flatnonzero(after != before):
+                steps[index].append(number)
+                scales[index].append(after[index])
+            before = after
+    return [
+        Simulation(
+            policy,
+            sequences[index].length,
+            int(skipped[index]),
+            np.array(steps[index], np.int64),
+            np.array(scales[index], np.float32),
+            type(state)(*(np.broadcast_to(value, count)[index] for value in state)),
+        )
+        for index in range(count)
+    ]
 
 
 def trace(
@@ -280,18 +246,34 @@ def trace(
     *,
     magnitudes: npt.ArrayLike | None = None,
     dtype: str = "float16",
-) -> Iterator[tuple[bool, ScaleState]]:
+) -> Iterator[tuple[Any, ScaleState]]:
     """Yield whether each step was finite, and the state after it; see `simulate`."""
-    return _states(policy, _sequence(finite, magnitudes, dtype))
+    return _states(policy, [make_sequence(finite, magnitudes, dtype)])
 
 
-def _states(policy: Policy, sequence: _Sequence) -> Iterator[tuple[bool, ScaleState]]:
+def _states(
+    policy: Policy, sequences: Sequence[StepSequence]
+) -> Iterator[tuple[Any, ScaleState]]:
+    """Yield whether a step is finite, and the state after it.
+
+    Of one sequence both are scalars, of several a vector with one entry for each.
+    """
     state = ls.init(policy)
-    for limits in sequence.chunks():
-        for limit in limits:
-            finite = bool(state.scale <= limit)
-            state = ls.update(policy, state, Signal(finite))
-            yield finite, state
+    magnitudes = sequences[0].magnitudes
+    if "amax" not in wanted_measurements(policy):
+        magnitudes = None
+    limits = sequences[0].limits
+    if len(sequences) > 1:
+        limits = np.stack([sequence.limits for sequence in sequences], axis=1)
+        state = type(state)(*(np.full(len(sequences), value) for value in state))
+    for step, limit in enumerate(limits):
+        finite = state.scale <= limit
+        amax = None
+        if magnitudes is not None and not np.isnan(magnitudes[step]):
+            with np.errstate(over="ignore"):
+                amax = np.float32(magnitudes[step] * state.scale)
+        state = ls.update(policy, state, Signal(finite, amax=amax))
+        yield finite, state
 
 
 def _select(condition: bool, first: Any, second: Any) -> Any:

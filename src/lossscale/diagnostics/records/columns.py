@@ -29,7 +29,10 @@ _PLAIN_COMMAS = len(_NUMBERS) - 1
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Steps of a run, column by column; NaN where something was not measured."""
+    """Steps of a run, column by column.
+
+    NaN is what was not measured; what was measured as NaN is infinite here.
+    """
 
     step: npt.NDArray[np.int64]
     time: Floats
@@ -138,7 +141,8 @@ def _as_table(records: list[StepRecord]) -> Floats:
     table = np.full((len(records), len(_NUMBERS) + 1), np.nan)
     for row, record in zip(table, records, strict=True):
         row[:-1] = [
-            np.nan if value is None else value for value in record[: len(_NUMBERS)]
+            np.nan if value is None else np.inf if value != value else value  # noqa: PLR0124
+            for value in record[: len(_NUMBERS)]
         ]
         row[-1] = 0 if record.applied else 1 + CAUSES.index(record.cause or "inf")
     return table

@@ -68,17 +68,27 @@ def make_levels(
     else:
         every = from_blocks(run.blocks)
         windows = list(_windows(run, alarm_steps))
-    overview = _fit_overview(every, budget)
-    left = budget - _size(overview)
-    details = _fit_details(every, left if not windows else left // 2)
-    left -= sum(map(_size, details))
+    chunks = fit_chunks(every, budget, budget // 2 if windows else 0)
+    left = budget - sum(map(_size, chunks))
     shown = []
     for window in windows:
         chunk = _encode(window)
         if _size(chunk) <= left:
             shown.append(chunk)
             left -= _size(chunk)
-    return [overview, *details, *shown]
+    return [*chunks, *shown]
+
+
+def fit_chunks(every: Buckets, budget: int, spared: int = 0) -> list[Chunk]:
+    """Return an overview, then the finest chunks that fit.
+
+    Args:
+        every: What they are of.
+        budget: How many bytes the chunks may have together, in the page.
+        spared: How many of these the finer ones leave.
+    """
+    overview = _fit_overview(every, budget)
+    return [overview, *_fit_details(every, budget - spared - _size(overview))]
 
 
 def _fit_overview(every: Buckets, budget: int) -> Chunk:

@@ -34,15 +34,15 @@ def make_markdown(summaries: Sequence[Summary]) -> str:
 
 
 def _run(run: Summary) -> Iterator[str]:
-    yield from (f"## {_text(run.title)}", "")
-    yield from _table(["", ""], _facts(run))
+    yield from (f"## {escape_line(run.title)}", "")
+    yield from make_table(["", ""], _facts(run))
     if run.alarms:
         yield from ("### Alarms", "")
         yield from map(_alarm, run.alarms[:_MOST_ALARMS])
         yield ""
     if run.advice:
         yield from ("### What to try", "")
-        yield from (f"- {_text(text)}" for text in run.advice)
+        yield from (f"- {escape_line(text)}" for text in run.advice)
         yield ""
     if run.tensors:
         yield from ("### Tensors that were not finite", "")
@@ -79,8 +79,9 @@ def _settings(values: Mapping[str, object]) -> str:
 
 def _alarm(alarm: Alarm) -> str:
     good = "unknown" if alarm.last_good_step is None else f"{alarm.last_good_step:,}"
+    kind, message = escape_line(alarm.kind), escape_line(alarm.message)
     return (
-        f"- step {alarm.step:,}, **{_text(alarm.kind)}**: {_text(alarm.message)} "
+        f"- step {alarm.step:,}, **{kind}**: {message} "
         f"Last step with good weights: {good}."
     )
 
@@ -94,7 +95,7 @@ def _tensors(run: Summary) -> Iterator[str]:
         ]
         for tensor in run.tensors[:_MOST_TENSORS]
     ]
-    yield from _table(["tensor", "inf", "NaN", "too large", "first", "last"], rows)
+    yield from make_table(["tensor", "inf", "NaN", "too large", "first", "last"], rows)
     more = len(run.tensors) - len(rows)
     if more > 0:
         yield from (f"{more:,} more.", "")
@@ -102,10 +103,11 @@ def _tensors(run: Summary) -> Iterator[str]:
 
 def _differences(summaries: Sequence[Summary]) -> Iterator[str]:
     rows = [[row.name, *row.values] for row in find_differences(summaries)]
-    yield from _table(["", *(run.title for run in summaries)], rows)
+    yield from make_table(["", *(run.title for run in summaries)], rows)
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def make_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table."""
     yield _row(heads)
     yield _row(["---"] * len(heads))
     yield from map(_row, rows)
@@ -113,11 +115,11 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 
 
 def _row(cells: Sequence[str]) -> str:
-    shown = (cell if cell == "---" else _text(cell) for cell in cells)
+    shown = (cell if cell == "---" else escape_line(cell) for cell in cells)
     return f"| {' | '.join(shown)} |"
 
 
-def _text(text: str) -> str:
+def escape_line(text: str) -> str:
     """Return text that Markdown shows as it is, in one line."""
     line = " ".join(text.split())
     if len(line) > _LONGEST:

@@ -21,6 +21,11 @@ from lossscale.diagnostics.records.run_file import RunFile
 from lossscale.diagnostics.report import sections
 from lossscale.diagnostics.report.differences import find_differences
 from lossscale.diagnostics.report.levels import MOST_STEPS, make_levels
+from lossscale.diagnostics.report.policies import (
+    OtherPolicies,
+    encode_curves,
+    policies_section,
+)
 from lossscale.diagnostics.report.summary import Summary
 from lossscale.diagnostics.report.tensors import (
     encode_heat_map,
@@ -44,22 +49,31 @@ _DATA_BYTES = 1_150_000
 """What the numbers of all runs may have together; the rest is script and text."""
 
 
-def make_page(runs: Sequence[RunFile], summaries: Sequence[Summary]) -> str:
+def make_page(
+    runs: Sequence[RunFile],
+    summaries: Sequence[Summary],
+    policies: OtherPolicies | None = None,
+) -> str:
     """Return the page of some runs.
 
     Args:
         runs: One or several.
         summaries: What `summarize_run` says about each.
+        policies: What other policies would have done, if there is one run.
 
     Raises:
         StateError: If the page would be larger than a page may be.
     """
-    data = [_run_data(*pair, len(runs)) for pair in zip(runs, summaries, strict=True)]
-    page = _assemble(summaries, _embed(_page_data(data)))
+    curves = [] if policies is None else encode_curves(policies, _DATA_BYTES // 4)
+    budget = _DATA_BYTES - len(json.dumps(curves))
+    data = [
+        _run_data(*pair, len(runs), budget // len(runs))
+        for pair in zip(runs, summaries, strict=True)
+    ]
+    page = _assemble(summaries, _embed(_page_data(data, curves)), policies)
     if len(page.encode()) > MOST_BYTES:
-        page = _assemble(
-            summaries, _embed(_page_data([_without_tensors(d) for d in data]))
-        )
+        data = [_without_tensors(one) for one in data]
+        page = _assemble(summaries, _embed(_page_data(data, curves)), policies)
     size = len(page.encode())
     if size > MOST_BYTES:
         message = (
@@ -70,9 +84,10 @@ def make_page(runs: Sequence[RunFile], summaries: Sequence[Summary]) -> str:
     return page
 
 
-def _run_data(run: RunFile, summary: Summary, count: int) -> dict[str, Any]:
-    """Return what the script draws of one run."""
-    budget = _DATA_BYTES // count
+def _run_data(
+    run: RunFile, summary: Summary, count: int, budget: int
+) -> dict[str, Any]:
+    """Return what the script draws of one of some runs, in so many bytes."""
     heat_map = make_heat_map(run)
     histograms = make_histograms(run, heat_map)
     data: dict[str, Any] = {
@@ -100,11 +115,14 @@ def _without_tensors(data: dict[str, Any]) -> dict[str, Any]:
     return data | {"heat": None, "histograms": None}
 
 
-def _page_data(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _page_data(
+    runs: list[dict[str, Any]], curves: list[dict[str, Any]]
+) -> dict[str, Any]:
     measured = [index for index, run in enumerate(runs) if run["heat"] is not None]
     narrow = [index for index in measured if not runs[index]["wide"]]
     return {
         "runs": runs,
+        "policies": curves,
         # The last one that is of interest: in a comparison, the one that was tried.
         "tensor_run": (narrow or measured or [0])[-1],
         "formats": {
@@ -128,7 +146,9 @@ def _asset(name: str) -> str:
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
-def _assemble(summaries: Sequence[Summary], data: str) -> str:
+def _assemble(
+    summaries: Sequence[Summary], data: str, policies: OtherPolicies | None
+) -> str:
     library = _asset("uPlot.iife.min.js")
     script = f"\n{library}\n{_asset('page.js')}"
     style = f"\n{_asset('uPlot.min.css')}\n{_asset('page.css')}"
@@ -142,6 +162,7 @@ def _assemble(summaries: Sequence[Summary], data: str) -> str:
             f"style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
         ),
         version=escape(_version()),
+        kind="Loss scale report" if policies is None else "Loss scale backtest",
         title=escape(sections.title(summaries)),
         lede=sections.lede(summaries),
         body_class="several" if len(summaries) > 1 else "single",
@@ -154,6 +175,7 @@ def _assemble(summaries: Sequence[Summary], data: str) -> str:
         last_step=last,
         run_toggles=sections.run_toggles(summaries),
         run_chooser=sections.run_chooser(summaries, json.loads(data)["tensor_run"]),
+        policies="" if policies is None else policies_section(policies),
         nonfinite=sections.nonfinite(summaries),
         differences=sections.differences(summaries, find_differences(summaries)),
         about=sections.about(summaries),

@@ -31,7 +31,7 @@ def lede(runs: Sequence[Summary]) -> str:
         alarmed = sum(bool(run.alarms) for run in runs)
         raised = f"{_count(alarmed, 'run')} of {len(runs)}" if alarmed else "No run"
         steps, skipped = sum(r.steps for r in runs), sum(r.skipped for r in runs)
-        return _text(
+        return escape_text(
             f"{_count(steps, 'step')} in all, {number(skipped)} of them skipped. "
             f"{raised} raised an alarm."
         )
@@ -50,7 +50,7 @@ def lede(runs: Sequence[Summary]) -> str:
         if run.alarms
         else "no alarm was raised"
     )
-    return _text(
+    return escape_text(
         f"{_count(run.steps, 'step')}, {number(run.skipped)} of them skipped{share}. "
         f"{scale}, and {alarm}."
     )
@@ -97,8 +97,8 @@ def _tiles(run: Summary) -> str:
         ),
     ]
     entries = "".join(
-        f'<div><dt>{_text(name)}</dt><dd>{_text(value)}<span class="extra">'
-        f"{_text(extra)}</span></dd></div>"
+        f'<div><dt>{escape_text(name)}</dt><dd>{escape_text(value)}<span class="extra">'
+        f"{escape_text(extra)}</span></dd></div>"
         for name, value, extra in tiles
     )
     return f'<dl class="tiles">{entries}</dl>'
@@ -107,7 +107,7 @@ def _tiles(run: Summary) -> str:
 def _comparison(runs: Sequence[Summary]) -> str:
     rows = [
         [
-            f"{_line_key(index)} {_text(run.title)}",
+            f"{line_key(index)} {escape_text(run.title)}",
             number(run.steps),
             f"{number(run.skipped)}",
             number(run.last_scale),
@@ -119,7 +119,7 @@ def _comparison(runs: Sequence[Summary]) -> str:
     ]
     heads = ["run", "steps", "skipped", "scale at the end", "loss at the end"]
     heads += ["lowest headroom", "alarms"]
-    return _table(heads, rows, whole=True, escaped_first=True)
+    return make_table(heads, rows, whole=True, escaped_first=True)
 
 
 def alarms(runs: Sequence[Summary]) -> str:
@@ -142,9 +142,9 @@ def _alarm_list(run: Summary) -> str:
             else f"Last step with good weights: {alarm.last_good_step:,}."
         )
         items.append(
-            f'<li><p><span class="kind">{_text(alarm.kind)}</span> at step '
-            f"{alarm.step:,}</p><p>{_text(alarm.message)}</p>"
-            f'<p class="sub">{_text(good)}</p></li>'
+            f'<li><p><span class="kind">{escape_text(alarm.kind)}</span> at step '
+            f"{alarm.step:,}</p><p>{escape_text(alarm.message)}</p>"
+            f'<p class="sub">{escape_text(good)}</p></li>'
         )
     more = len(run.alarms) - len(items)
     rest = f"<li>{_count(more, 'alarm')} more.</li>" if more > 0 else ""
@@ -155,7 +155,7 @@ def advice(runs: Sequence[Summary]) -> str:
     """Return what to try, for each run."""
     parts = []
     for run in runs:
-        items = "".join(f"<li>{_text(text)}</li>" for text in run.advice)
+        items = "".join(f"<li>{escape_text(text)}</li>" for text in run.advice)
         parts += [_run_heading(runs, run), f'<ul class="advice">{items}</ul>']
     return "".join(parts)
 
@@ -166,7 +166,7 @@ def run_toggles(runs: Sequence[Summary]) -> str:
         return ""
     items = "".join(
         f'<li><label><input type="checkbox" class="toggle-run" value="{index}" checked>'
-        f"{_line_key(index)} {_text(run.title)}</label></li>"
+        f"{line_key(index)} {escape_text(run.title)}</label></li>"
         for index, run in enumerate(runs)
     )
     return f'<ul class="runs" aria-label="Runs that are drawn">{items}</ul>'
@@ -178,7 +178,7 @@ def run_chooser(runs: Sequence[Summary], chosen: int) -> str:
         return ""
     options = "".join(
         f'<option value="{index}"{" selected" if index == chosen else ""}>'
-        f"{_text(run.title)}</option>"
+        f"{escape_text(run.title)}</option>"
         for index, run in enumerate(runs)
     )
     return (
@@ -207,7 +207,7 @@ def nonfinite(runs: Sequence[Summary]) -> str:
         heads = ["tensor", "inf", "NaN", "too large", "first step", "last step"]
         more = len(run.tensors) - len(rows)
         note = f'<p class="sub">{_count(more, "tensor")} more.</p>' if more > 0 else ""
-        parts += [_run_heading(runs, run), _table(heads, rows, names=True), note]
+        parts += [_run_heading(runs, run), make_table(heads, rows, names=True), note]
     if parts:
         return "".join(parts)
     skipped = any(run.skipped for run in runs)
@@ -225,7 +225,7 @@ def differences(runs: Sequence[Summary], rows: Sequence[Difference]) -> str:
         return ""
     heads = ["", *(run.title for run in runs)]
     cells = [[row.name, *row.values] for row in rows]
-    body = _table(heads, cells, whole=True) if cells else "<p>Nothing.</p>"
+    body = make_table(heads, cells, whole=True) if cells else "<p>Nothing.</p>"
     return (
         '<section id="differences" aria-labelledby="differences-title">'
         f'<h2 id="differences-title">What differs</h2>{body}</section>'
@@ -242,7 +242,9 @@ def about(runs: Sequence[Summary]) -> str:
         facts += [("versions", _settings(run.versions))] if run.versions else []
         if run.unreadable_lines:
             facts.append(("lines left out", number(run.unreadable_lines)))
-        rows = "".join(f"<dt>{_text(n)}</dt><dd>{_text(v)}</dd>" for n, v in facts)
+        rows = "".join(
+            f"<dt>{escape_text(n)}</dt><dd>{escape_text(v)}</dd>" for n, v in facts
+        )
         parts += [_run_heading(runs, run), f'<dl class="facts">{rows}</dl>']
     return "".join(parts)
 
@@ -259,14 +261,15 @@ def _plain(value: object) -> str:
 
 
 def _run_heading(runs: Sequence[Summary], run: Summary) -> str:
-    return f"<h3>{_text(run.title)}</h3>" if len(runs) > 1 else ""
+    return f"<h3>{escape_text(run.title)}</h3>" if len(runs) > 1 else ""
 
 
-def _line_key(index: int) -> str:
+def line_key(index: int) -> str:
+    """Return where the script draws how the line of a run looks."""
     return f'<span class="line-key" data-run="{index}"></span>'
 
 
-def _table(
+def make_table(
     heads: Sequence[str],
     rows: Iterable[Sequence[str]],
     *,
@@ -275,12 +278,12 @@ def _table(
     escaped_first: bool = False,
 ) -> str:
     """Return a table; its first column is the head of each row."""
-    head = "".join(f'<th scope="col">{_text(text)}</th>' for text in heads)
+    head = "".join(f'<th scope="col">{escape_text(text)}</th>' for text in heads)
     kind = ' class="name"' if names else ' class="wrap"'
     body = []
     for first, *others in rows:
-        cells = "".join(f"<td>{_text(text)}</td>" for text in others)
-        start = first if escaped_first else _text(first)
+        cells = "".join(f"<td>{escape_text(text)}</td>" for text in others)
+        start = first if escaped_first else escape_text(first)
         body.append(f'<tr><th scope="row"{kind}>{start}</th>{cells}</tr>')
     return (
         f'<div class="table{" whole" if whole else ""}"><table><thead><tr>{head}</tr>'
@@ -288,7 +291,8 @@ def _table(
     )
 
 
-def _text(text: str) -> str:
+def escape_text(text: str) -> str:
+    """Return text as HTML shows it, shortened if it is very long."""
     shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
     return escape(shown)
 

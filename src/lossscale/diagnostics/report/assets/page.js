@@ -6,6 +6,9 @@
 
   const DATA = JSON.parse(document.getElementById("report-data").textContent);
   const RUNS = DATA.runs;
+  // The scales of other policies, in a backtest: lines of the scale chart alone.
+  const OTHERS = DATA.policies ?? [];
+  const SCALES = OTHERS.length ? [{ ...RUNS[0], title: "as recorded" }, ...OTHERS] : RUNS;
   const CAUSES = {
     inf: { shape: "triangle", label: "infinite gradient" },
     nan: { shape: "cross", label: "NaN gradient" },
@@ -181,7 +184,7 @@
 
   async function drawCharts() {
     const turn = ++drawing;
-    const views = await Promise.all(RUNS.map((run) => viewOf(run, range.from, range.to, cells)));
+    const views = await Promise.all(SCALES.map((run) => viewOf(run, range.from, range.to, cells)));
     if (turn !== drawing) return null;
     for (const chart of charts) chart.draw(views);
     document.documentElement.dataset.shown = `${range.from}-${range.to}`;
@@ -250,6 +253,7 @@
     constructor(figure) {
       this.figure = figure;
       this.kind = KINDS[figure.dataset.chart];
+      this.lines = this.kind.series === "scale" ? SCALES : RUNS;
       this.plotArea = $(".plot", figure);
       this.readout = $(".readout", figure);
       this.details = $("details", figure);
@@ -261,11 +265,11 @@
     }
 
     isDrawn(index) {
-      return !hidden.has(index) && !(this.kind.series === "headroom" && RUNS[index].wide);
+      return !hidden.has(index) && !(this.kind.series === "headroom" && this.lines[index].wide);
     }
 
     draw(views) {
-      this.views = views;
+      views = this.views = views.slice(0, this.lines.length);
       const { from, width, count } = views[0];
       const steps = Array.from({ length: count }, (_, i) => from + i * width);
       const mapped = (values) => (values
@@ -304,7 +308,7 @@
       const ink = colour("--muted"), line = colour("--line");
       const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
       const series = [{}], bands = [];
-      RUNS.forEach((_, index) => {
+      this.lines.forEach((_, index) => {
         const stroke = runColour(index);
         const one = {
           scale: "y", stroke, width: 1.5, dash: DASHES[index % DASHES.length], spanGaps: true,
@@ -314,7 +318,7 @@
         bands.push({ series: [2 * index + 2, 2 * index + 1], fill: `${stroke}4d` });
       });
       if (kind.second) {
-        RUNS.forEach((_, index) => series.push({
+        this.lines.forEach((_, index) => series.push({
           scale: "clip", stroke: runColour(index), width: 1, dash: [1, 3], spanGaps: true, points: { show: false },
           show: this.clips,
         }));
@@ -437,7 +441,7 @@
         let text = between(low, high, this.kind.show);
         if (this.kind.second && this.clips) text += `, clip ${number(view.low.clip?.[cell] ?? NaN)}`;
         if (skips.length) text += `, skipped: ${skips.map(([cause, n]) => (n[cell] > 1 ? `${n[cell]} × ${cause}` : cause)).join(", ")}`;
-        const label = RUNS.length > 1 ? `${RUNS[index].title}: ` : "";
+        const label = this.lines.length > 1 ? `${this.lines[index].title}: ` : "";
         parts.push(element("span", { class: `value run-${index % 6}` }, label + text));
       });
       this.readout.replaceChildren(...parts);
@@ -468,12 +472,12 @@
 
     async fillTable() {
       if (!this.details.open) return;
-      const views = await Promise.all(RUNS.map((run) => viewOf(run, range.from, range.to, 40)));
-      const drawn = RUNS.map((_, index) => index).filter((index) => this.isDrawn(index));
+      const views = await Promise.all(this.lines.map((run) => viewOf(run, range.from, range.to, 40)));
+      const drawn = this.lines.map((_, index) => index).filter((index) => this.isDrawn(index));
       const head = element("tr", {}, element("th", { scope: "col" }, "steps"));
       for (const index of drawn) {
-        head.append(element("th", { scope: "col" }, RUNS.length > 1 ? RUNS[index].title : this.kind.series));
-        if (this.kind.series === "scale") head.append(element("th", { scope: "col" }, "skipped"));
+        head.append(element("th", { scope: "col" }, this.lines.length > 1 ? this.lines[index].title : this.kind.series));
+        if (this.kind.series === "scale" && index < RUNS.length) head.append(element("th", { scope: "col" }, "skipped"));
         if (this.kind.second) head.append(element("th", { scope: "col" }, "clip, lowest"));
       }
       const body = element("tbody");
@@ -485,7 +489,7 @@
           const view = views[index];
           const low = view.low[this.kind.series]?.[cell] ?? NaN, high = view.high[this.kind.series]?.[cell] ?? NaN;
           row.append(element("td", {}, between(low, high, this.kind.show)));
-          if (this.kind.series === "scale") {
+          if (this.kind.series === "scale" && index < RUNS.length) {
             const skips = Object.entries(view.causes).filter(([, counts]) => counts[cell] > 0);
             row.append(element("td", {}, skips.map(([cause, counts]) => `${counts[cell]} ${cause}`).join(", ") || "0"));
           }
