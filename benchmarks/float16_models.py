@@ -322,9 +322,24 @@ class Outcome(NamedTuple):
 
 
 def run(
-    model: Any, policy: Policy, seed: int, *, steps: int | None = None, retries: int = 0
+    model: Any,
+    policy: Policy,
+    seed: int,
+    *,
+    steps: int | None = None,
+    retries: int = 0,
+    every_overflow: bool = False,
 ) -> Outcome:
-    """Train a model with a policy."""
+    """Train a model with a policy.
+
+    Args:
+        model: One of these models.
+        policy: The policy.
+        seed: Chooses the first weights and the batches.
+        steps: How many, if not as many as the model's learning rate has.
+        retries: How often a batch that overflows may be computed again.
+        every_overflow: Do so on every step, and not only while `AutoStart` searches.
+    """
     steps = steps or model.steps
     random = np.random.default_rng(seed)
     train_state, state = model.start(seed), ls.init(policy)
@@ -333,10 +348,11 @@ def run(
         batch = model.draw(random)
         for attempt in range(retries + 1):
             attempts += attempt > 0
+            may_retry = every_overflow or (retries and policy.is_starting(state))
             loss, stored = model.gradients(train_state, batch, state.scale)
             grads, signal = ls.unscale(stored, state, measure=["amax"])
             state = ls.update(policy, state, signal)
-            if signal.finite:
+            if signal.finite or not may_retry:
                 break
         if step % PROBE_INTERVAL == 0 and signal.finite:
             exact = jax.tree.leaves(model.exact(train_state, batch))

@@ -47,7 +47,7 @@ SUITES = {
     "tensorflow": tensorflow(
         *("conformance", "modes", "gradients", "headroom", "checkpoints", "optimizer"),
         *("results", "tf_keras", "tensorflow_1", "saver_names", "example"),
-        "recording",
+        *("recording", "data_policies"),
     ),
     "tensorflow-traces": tensorflow("traces"),
     "keras-tensorflow": keras("tensorflow"),

@@ -66,7 +66,7 @@ def model_with(optimizer):
 
 def fit(optimizer, epochs=2):
     model = model_with(optimizer)
-    model.fit(ROWS, ROWS[:, :2], batch_size=4, epochs=epochs, verbose=0)
+    model.fit(ROWS, ROWS[:, :2], 4, epochs, verbose=0, shuffle=False)
     return model
 
 
@@ -104,11 +104,8 @@ def test_a_saved_model_continues_with_what_the_policy_remembers(tmp_path):
     again = keras.models.load_model(tmp_path / "model.keras")
     assert state_of(model.optimizer) == state_of(again.optimizer)
     assert model.optimizer.policy == again.optimizer.policy
-    for one in (model, again):
-        keras.utils.set_random_seed(2)
-        one.fit(ROWS, ROWS[:, :2], batch_size=4, epochs=2, verbose=0)
-    assert state_of(model.optimizer) == state_of(again.optimizer)
-    assert state_of(whole.optimizer)[0] == state_of(again.optimizer)[0]
+    again.fit(ROWS, ROWS[:, :2], 4, 2, verbose=0, shuffle=False)
+    assert state_of(whole.optimizer) == state_of(again.optimizer)
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["a policy of flags", "keras"])
