@@ -23,6 +23,7 @@ from helpers.sequences import overflow_pattern
 from helpers.traces import read
 
 from lossscale import (
+    AutoStart,
     Dynamic,
     Fixed,
     Headroom,
@@ -475,7 +476,18 @@ DATA_POLICIES = [
     OverflowRate(SHORT_RULE, tolerance=0.1),
     WindowFollowsScale(Dynamic(init_scale=4.0, growth_interval=3)),
     RisingFloor(SHORT_RULE, floors=((20, 64.0), (60, 4096.0))),
+    AutoStart(SHORT_RULE),
 ]
+
+STARTS = {
+    "explained": [(False, 1.0), (False, 1.0), (True, 0.0), (True, 900.0), (True, 1.0)],
+    "inside the network": [(False, 1.0), (True, 2.0**-9), (False, 1.0)],
+    "a bad batch": [*[(False, 1.0)] * 6, (True, 2.0**-5), (True, 1.0)],
+    "nothing to lower": [(True, 2.0**-30), (False, 1.0)],
+    "at once": [(True, 0.75), (True, 0.75)],
+}
+"""First steps, as (finite, largest unscaled magnitude)."""
+
 
 
 class DataPolicyConformance:
@@ -497,6 +509,19 @@ class DataPolicyConformance:
                 amax = np.float32(min(magnitude * expected.scale, np.float32(3e38)))
             expected = reference.update(policy, expected, Signal(finite, amax=amax))
             state = step(state, self.flag(finite), self.framework.array(amax))
+            assert self.plain(expected) == self.plain(state)
+
+    @pytest.mark.parametrize("name", STARTS)
+    def test_a_start_gives_the_states_of_numpy(self, name):
+        import lossscale.numpy as reference
+
+        module, policy = self.framework.module, AutoStart(SHORT_RULE)
+        expected, state = reference.init(policy), module.init(policy)
+        for finite, magnitude in STARTS[name]:
+            amax = np.float32(magnitude * expected.scale)
+            expected = reference.update(policy, expected, Signal(finite, amax=amax))
+            signal = Signal(self.flag(finite), amax=self.framework.array(amax))
+            state = module.update(policy, state, signal)
             assert self.plain(expected) == self.plain(state)
 
     def test_each_reads_what_unscale_measures(self):

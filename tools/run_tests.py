@@ -50,7 +50,7 @@ SUITES = {
     "tensorflow": tensorflow(
         *("conformance", "modes", "gradients", "headroom", "checkpoints", "optimizer"),
         *("results", "tf_keras", "tensorflow_1", "saver_names", "example"),
-        *("recording", "inject"),
+        *("recording", "inject", "data_policies"),
     ),
     "torch-packages": Suite(("tests/ecosystem",), {}),
     "optax": Suite(("tests/adapters/optax",), {}),

@@ -7,6 +7,7 @@ Import a framework's module (`lossscale.torch`, `lossscale.jax`, ...) by its nam
 
 from lossscale import convert, errors, presets
 from lossscale.core.data_policies import (
+    AutoStart,
     Headroom,
     Histogram,
     LogMax,
@@ -21,6 +22,7 @@ from lossscale.core.portable import from_portable, load, save, to_portable
 from lossscale.core.state import ScaleState, Signal
 
 __all__ = [
+    "AutoStart",
     "Dynamic",
     "Explanation",
     "Finding",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import lossscale.numpy as ls
 from lossscale import (
+    AutoStart,
     Dynamic,
     Headroom,
     Histogram,
@@ -41,6 +42,7 @@ KINDS = [
     OverflowRate,
     WindowFollowsScale,
     RisingFloor,
+    AutoStart,
 ]
 MEASURING = [Headroom, LogMax, Histogram, Saturation]
 
@@ -58,6 +60,7 @@ def make(kind, rule):
         Histogram: {"period": 2},
         Saturation: {"doubling": 3},
         OverflowRate: {"tolerance": 0.3},
+        AutoStart: {"tries": 2},
     }
     return kind(rule, **short[kind])
 

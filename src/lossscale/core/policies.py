@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
 from lossscale.core import validation
 from lossscale.core.rule import transition
 from lossscale.core.state import Array, ScaleState, Signal, Where
-from lossscale.errors import SettingError
+from lossscale.errors import SettingError, SettingTypeError
 
 
 @runtime_checkable
@@ -207,6 +207,12 @@ class Dynamic(_Prepared):
 
     def __post_init__(self) -> None:
         """Check every setting, and keep it as a plain Python number."""
+        if isinstance(self.init_scale, str):
+            message = (
+                f"init_scale must be a number, got {self.init_scale!r}. For a start "
+                "that is found on the first batch pass the policy AutoStart()."
+            )
+            raise SettingTypeError(message)
         growth = validation.check_above_one("growth_factor", self.growth_factor)
         factor, divisor = self.backoff_factor, self.backoff_divisor
         if factor is not None and divisor is not None:

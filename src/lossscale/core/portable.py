@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 from lossscale.core import validation
 from lossscale.core.data_policies import (
+    AutoStart,
     Headroom,
     Histogram,
     LogMax,
@@ -53,6 +54,7 @@ SavedPolicy: TypeAlias = (
     | OverflowRate
     | WindowFollowsScale
     | RisingFloor
+    | AutoStart
 )
 """A policy that can be written."""
 
@@ -66,6 +68,7 @@ KINDS: dict[str, type[SavedPolicy]] = {
     "overflow_rate": OverflowRate,
     "window_follows_scale": WindowFollowsScale,
     "rising_floor": RisingFloor,
+    "auto_start": AutoStart,
 }
 """The name of each policy in files, and on the command line."""
 

@@ -7,8 +7,8 @@ import keras
 
 from lossscale import presets
 from lossscale.core import validation
-from lossscale.core.policies import Dynamic, Fixed, Policy
-from lossscale.core.portable import check_state, from_portable, to_portable
+from lossscale.core.policies import Policy
+from lossscale.core.portable import KINDS, check_state, from_portable, to_portable
 from lossscale.core.validation import format_value
 from lossscale.errors import SettingError, SettingTypeError, StateError
 
@@ -114,7 +114,7 @@ def make_policy(policy: Any, initial_scale: Any, growth_steps: Any) -> Policy:
 def policy_to_config(policy: Policy) -> dict[str, Any]:
     """Return a policy as plain values: portable if it is ours, else Keras's way."""
     kind = type(policy)
-    if kind in (Fixed, Dynamic):
+    if kind in KINDS.values():
         return to_portable(policy, policy.init())
     registered: str = keras.saving.get_registered_name(kind)
     methods = all(hasattr(policy, name) for name in ("get_config", "from_config"))

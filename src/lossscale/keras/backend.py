@@ -9,6 +9,7 @@ from keras import ops
 
 from lossscale.core.headroom import NARROW
 from lossscale.core.state import Array
+from lossscale.core.validation import FLOAT32_MAX
 from lossscale.keras.tracing import is_concrete
 
 
@@ -70,6 +71,11 @@ def largest_magnitude(values: Array) -> Array:
     kind = tf.int64 if values.dtype == tf.float64 else tf.int32
     bits = tf.reduce_max(tf.bitcast(tf.abs(values), kind))
     return tf.bitcast(tf.maximum(bits, 0), values.dtype)
+
+
+def limit(magnitude: Array) -> Array:
+    """Return a magnitude, and float32's largest number for one beyond it."""
+    return where(magnitude <= FLOAT32_MAX, magnitude, FLOAT32_MAX)
 
 
 def stack(numbers: list[Array], like: Array | None = None) -> Array:

@@ -10,7 +10,6 @@ from keras import ops
 
 from lossscale.core.policies import Policy
 from lossscale.core.portable import check_state
-from lossscale.core.state import ScaleState
 from lossscale.errors import SettingTypeError, StateError
 from lossscale.keras import arguments
 from lossscale.keras.backend import read
@@ -70,29 +69,57 @@ def check_convertible(optimizer: Any) -> None:
         raise SettingTypeError(message)
 
 
-def copy_variables(source: Any, target: Any) -> None:
-    """Assign the scale and the counters of a built optimizer to another."""
+def copy_variables(source: Any, target: Any, memory: Mapping[str, Any]) -> None:
+    """Assign the scale and the counters of a built optimizer to another.
+
+    Args:
+        source: An optimizer of Keras's class, or one of ours.
+        target: One of ours.
+        memory: The target's variables of what its policy remembers, by name.
+    """
     for name in ("step_counter", "dynamic_scale", *ADDED):
         if hasattr(source, name):
             getattr(target, name).assign(getattr(source, name))
+    known = {variable.name: variable for variable in source.variables}
+    if memory.keys() <= known.keys():
+        for name, variable in memory.items():
+            variable.assign(known[name])
 
 
-def load_from_keras(
-    optimizer: Any, own_variables: Sequence[Any], store: Mapping[str, Any]
+def load_from_others(
+    optimizer: Any,
+    own_variables: Sequence[Any],
+    memory: Mapping[str, Any],
+    store: Mapping[str, Any],
 ) -> bool:
-    """Load a file of Keras's class; return False if the file is another one."""
+    """Load a file of Keras's class, or of a policy that remembers nothing.
+
+    Returns False, and loads nothing, if the file is another one.
+
+    Args:
+        optimizer: The optimizer, which is built.
+        own_variables: The variables of the wrapper.
+        memory: Those of what the policy remembers, by name; the wrapper's last.
+        store: The file.
+    """
     count = len(own_variables)
-    shared = [*optimizer.variables[: count - len(ADDED)], *optimizer.variables[count:]]
     values = [store[key] for key in sorted(store.keys(), key=_sort_key)]
-    if _shapes_of(values) != _shapes_of(shared):
-        return False
-    for variable, value in zip(shared, values, strict=True):
-        variable.assign(value)
-    for name in ADDED:
-        variable = getattr(optimizer, name)
-        first = optimizer.initial_scale if name == "last_scale" else 0
-        variable.assign(ops.full(variable.shape, first, variable.dtype))
-    return True
+    first = dict.fromkeys(ADDED, 0.0) | {"last_scale": optimizer.initial_scale}
+    remembered = optimizer.policy.init()._asdict()
+    for absent in [*ADDED, *memory], [*memory]:
+        end = count - len(absent)
+        shared = [*optimizer.variables[:end], *optimizer.variables[count:]]
+        if not absent or _shapes_of(values) != _shapes_of(shared):
+            continue
+        for variable, value in zip(shared, values, strict=True):
+            variable.assign(value)
+        for name in absent:
+            is_kept = name in memory
+            variable = memory[name] if is_kept else getattr(optimizer, name)
+            value = remembered[name] if is_kept else first[name]
+            variable.assign(ops.full(variable.shape, value, variable.dtype))
+        return True
+    return False
 
 
 def reset_invalid_state(policy: Policy, variables: Sequence[Any]) -> None:
@@ -100,11 +127,11 @@ def reset_invalid_state(policy: Policy, variables: Sequence[Any]) -> None:
 
     Args:
         policy: The policy.
-        variables: Of the scale and its two counters.
+        variables: Of its state: the scale, its two counters, and further numbers.
     """
     numbers = (ops.convert_to_numpy(read(x)).item() for x in variables)
     try:
-        check_state(policy, ScaleState(*numbers))
+        check_state(policy, type(policy.init())(*numbers))
     except StateError as error:
         message = f"The loaded loss scale starts over: {error}"
         warnings.warn(message, stacklevel=4)

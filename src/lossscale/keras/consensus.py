@@ -12,6 +12,7 @@ from typing import Any
 
 from lossscale.core.state import Array
 from lossscale.errors import SettingError
+from lossscale.keras.gradients import Findings
 
 
 def count_replicas() -> int:
@@ -34,59 +35,75 @@ def count_replicas() -> int:
 
 def apply_or_skip(
     gradients: list[Any],
-    reasons: Array,
+    findings: Findings,
     update: Callable[[list[Any]], None],
-    advance: Callable[[Array, Array], None],
+    advance: Callable[[Array, Findings], None],
 ) -> None:
     """Update the variables if no replica has a reason against it; then advance.
 
     Args:
         gradients: This replica's unscaled gradients.
-        reasons: Why this replica's gradients cannot be applied, a number for each.
+        findings: What this replica's gradients are.
         update: Applies gradients.
-        advance: Moves the scale, given whether the step was applied and the reasons.
+        advance: Moves the scale, given whether the step was applied, and the findings
+            of all replicas.
     """
     import tensorflow as tf  # noqa: PLC0415  # of this backend alone
 
-    def branch(reasons: Array, update: Callable[[], Any]) -> None:
+    def branch(findings: Findings, update: Callable[[], Any]) -> None:
         def apply() -> Array:
             update()
             return tf.constant(True)  # depends on the update inside a tf.function
 
         # The branch that makes the update returns the flag. So the scale waits for the
         # update, and does not move if one of its ops fails.
-        is_applicable = tf.reduce_all(tf.equal(reasons, 0))
-        advance(tf.cond(is_applicable, apply, lambda: tf.constant(False)), reasons)
+        is_applicable = tf.reduce_all(tf.equal(findings.reasons, 0))
+        advance(tf.cond(is_applicable, apply, lambda: tf.constant(False)), findings)
 
     context = tf.distribute.get_replica_context()
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         if context.num_replicas_in_sync > 1:
-            reasons = _decode(context.all_reduce("SUM", _encode(reasons)))
-        branch(reasons, lambda: update(gradients))
+            sums = context.all_reduce("SUM", _encode(findings, context))
+            findings = _decode(sums, findings)
+        branch(findings, lambda: update(gradients))
         return
 
     def decide(strategy: Any, gradients: list[Any], parts: Array) -> None:
         # The branch is taken across replicas: inside of one, it may not merge them,
         # which the inner optimizer does.
         branch(
-            _decode(strategy.reduce("SUM", parts, axis=None)),
+            _decode(strategy.reduce("SUM", parts, axis=None), findings),
             lambda: strategy.extended.call_for_each_replica(update, args=(gradients,)),
         )
 
-    context.merge_call(decide, args=(gradients, _encode(reasons)))
+    context.merge_call(decide, args=(gradients, _encode(findings, context)))
 
 
-def _encode(reasons: Array) -> Array:
-    """Return reasons as flags, a row for each kind: sums are all that is reduced."""
+def _encode(findings: Findings, context: Any) -> Array:
+    """Return findings as numbers that are added up: sums are all that is reduced.
+
+    A row of flags for each kind of reason; then a place for the largest magnitude of
+    each replica, zero in the others.
+    """
     import tensorflow as tf  # noqa: PLC0415  # of this backend alone
 
-    return tf.cast(tf.equal(reasons, [[1], [2], [3]]), tf.float32)
+    flags = tf.cast(tf.equal(findings.reasons, [[1], [2], [3]]), tf.float32)
+    parts = [tf.reshape(flags, [-1])]
+    if findings.amax is not None:
+        index = context.replica_id_in_sync_group
+        is_own = tf.one_hot(index, context.num_replicas_in_sync, dtype=tf.float32)
+        parts.append(is_own * findings.amax)
+    return tf.concat(parts, axis=0)
 
 
-def _decode(counts: Array) -> Array:
-    """Return one reason for each variable: NaN before infinity before too large."""
+def _decode(sums: Array, own: Findings) -> Findings:
+    """Return the findings of all replicas: NaN before infinity before too large."""
     import tensorflow as tf  # noqa: PLC0415  # of this backend alone
 
-    infinite, nan, large = tf.unstack(counts > 0.0)
+    count = 3 * own.reasons.shape[0]
+    flags = tf.reshape(sums[:count] > 0.0, [3, -1])
+    infinite, nan, large = tf.unstack(flags)
     finite = tf.where(large, 3, 0)
-    return tf.where(nan, 2, tf.where(infinite, 1, finite))
+    reasons = tf.where(nan, 2, tf.where(infinite, 1, finite))
+    amax = None if own.amax is None else tf.reduce_max(sums[count:])
+    return Findings(reasons, amax)

@@ -7,7 +7,7 @@ gradient's dtype, and leaves a sparse gradient sparse.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras import ops
 
@@ -128,16 +128,37 @@ REASONS = ("", "inf", "nan", "headroom")
 """Why a gradient is not applied, by number; 0 if it is."""
 
 
+class Findings(NamedTuple):
+    """What one read of the unscaled gradients found."""
+
+    reasons: Array
+    """For each gradient why it cannot be applied, a number; 0 if it can."""
+    amax: Array | None
+    """The largest magnitude, in float32, if it was asked for; 0 of a gradient that is
+    not finite."""
+
+
 def find_reasons(
     gradients: Sequence[Any], variables: Sequence[Any], headroom: Headroom | None
 ) -> Array:
-    """Return for each unscaled gradient why it cannot be applied; 0 if it can.
+    """Return for each unscaled gradient why it cannot be applied; 0 if it can."""
+    return inspect(gradients, variables, headroom).reasons
+
+
+def inspect(
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    headroom: Headroom | None,
+    *,
+    measure_amax: bool = False,
+) -> Findings:
+    """Return what one read of unscaled gradients finds.
 
     One number of each gradient is compared, its largest. A value that overwrites its
     variable is checked too: an infinite one would stay in the history that later scales
     of float8 are taken from.
     """
-    magnitudes, limits = [], []
+    magnitudes, limits, scaled = [], [], []
     for gradient, variable in zip(gradients, variables, strict=True):
         dtype = "float32" if gradient is None else dtype_name(gradient)
         magnitude = ops.zeros((), "float32")
@@ -152,15 +173,23 @@ def find_reasons(
                 # known, so each may be all of them. Keras makes a dense array here, in
                 # which a finite duplicate hides an infinite one.
                 limit = limit / ops.cast(ops.shape(values)[0], dtype_name(magnitude))
+        scaled.append(gradient is not None and not is_overwritten(variable))
         magnitudes.append(magnitude)
         limits.append(limit)
     if not magnitudes:
-        return ops.zeros((0,), "int32")
+        zero = ops.zeros((), "float32") if measure_amax else None
+        return Findings(ops.zeros((0,), "int32"), zero)
     largest = stack(magnitudes)
     is_too_large = ops.logical_not(largest <= stack(limits, like=largest))
     finite_reason = ops.cast(is_too_large, "int32") * 3
     reason = where(ops.isfinite(largest), finite_reason, 1)
-    return where(ops.isnan(largest), 2, reason)
+    reasons = where(ops.isnan(largest), 2, reason)
+    if not measure_amax:
+        return Findings(reasons, None)
+    counted = ops.convert_to_tensor(scaled, "bool")
+    counted = ops.logical_and(counted, largest <= FLOAT32_MAX)  # nor is NaN
+    amax = ops.max(ops.where(counted, largest, ops.zeros_like(largest)))
+    return Findings(reasons, ops.cast(amax, "float32"))
 
 
 def is_overflow(reasons: Array) -> Array:

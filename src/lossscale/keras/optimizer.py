@@ -25,11 +25,11 @@ from typing import Any
 import keras
 from keras import ops
 
-from lossscale.core.policies import Policy, advance
-from lossscale.core.state import Array, ScaleState, Signal
+from lossscale.core.policies import Policy, advance, wanted_measurements
+from lossscale.core.state import Array, Signal
 from lossscale.errors import StructureError
 from lossscale.keras import arguments, checkpoint, consensus, gradients
-from lossscale.keras.backend import branch, dtype_name, read, where
+from lossscale.keras.backend import branch, dtype_name, limit, read, where
 from lossscale.keras.headroom import Headroom
 from lossscale.keras.loss import multiply_loss, require_current
 from lossscale.keras.report import StepReport
@@ -91,11 +91,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         super().__init__(inner_optimizer, scale, interval, name=name)
         self.policy = chosen
         self._policy_was_given = policy is not None
+        self._measures_amax = "amax" in wanted_measurements(chosen)
         self._loop = TrainingLoop()
         self._elements = 0
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Create the variables: Keras's two, by its names and dtypes, and five more.
+
+        A policy that remembers more, such as `Headroom`, has a variable for each number
+        that it remembers, after these.
 
         Raises:
             SettingError: If the inner optimizer divides by an epsilon that is 0 in the
@@ -113,6 +117,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.skipped_steps = self._number("skipped_steps", "int", 0)
         self.consecutive_skips = self._number("consecutive_skips", "int", 0)
         self.skip_reasons = self._number("skip_reasons", "int32", 0, (len(var_list),))
+        self._memory = [
+            self._number(name, "float32", getattr(first, name))
+            for name in first._fields[_KEPT:]
+        ]
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(var_list)
         self._elements = sum(math.prod(variable.shape) for variable in var_list)
@@ -266,7 +274,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if is_scaled:
             scale = read(self.dynamic_scale)
             unscaled = gradients.unscale(unscaled, variables, scale)
-        reasons = gradients.find_reasons(unscaled, variables, headroom)
+        findings = gradients.inspect(
+            unscaled,
+            variables,
+            headroom,
+            measure_amax=self._measures_amax and is_scaled,
+        )
 
         def update(unscaled: list[Any]) -> None:
             grads = gradients.cast_for_optimizer(unscaled, variables, headroom)
@@ -274,13 +287,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         if on_tensorflow:
             consensus.apply_or_skip(
-                unscaled, reasons, update, partial(self._advance, variables)
+                unscaled, findings, update, partial(self._advance, variables)
             )
             return
-        applied = ops.all(ops.equal(reasons, 0))
+        applied = ops.all(ops.equal(findings.reasons, 0))
         branch(applied, lambda: update(unscaled), lambda: None)
         # After the update: if that raises, the scale stays as the weights do.
-        self._advance(variables, applied, reasons)
+        self._advance(variables, applied, findings)
 
     def stateless_apply(
         self,
@@ -372,7 +385,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             converted = cls(inner, name=name, policy=policy)
         if optimizer.built:
             converted.build(optimizer._trainable_variables)  # noqa: SLF001  # a base's
-            checkpoint.copy_variables(optimizer, converted)
+            checkpoint.copy_variables(optimizer, converted, converted._remembered())
             converted._reset_invalid_state()  # our own
         return converted
 
@@ -383,7 +396,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Keras's class can end with, is replaced by the policy's first, with a warning.
         """
         if not (
-            self.built and checkpoint.load_from_keras(self, self._variables, store)
+            self.built
+            and checkpoint.load_from_others(
+                self, self._variables, self._remembered(), store
+            )
         ):
             # Keras checks the count; it warns, and reads nothing, if that is wrong.
             super().load_own_variables(store)
@@ -393,9 +409,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _reset_invalid_state(self) -> None:
         checkpoint.reset_invalid_state(self.policy, self._state_variables())
 
-    def _state_variables(self) -> tuple[Any, Any, Any]:
-        """Return the variables of the scale and its two counters."""
-        return self.dynamic_scale, self.step_counter, self.bad_steps
+    def _remembered(self) -> dict[str, Any]:
+        """Return the variables of what the policy remembers, by name."""
+        return {variable.name: variable for variable in self._memory}
+
+    def _state_variables(self) -> tuple[Any, ...]:
+        """Return the variables of the scale, its two counters, and further numbers."""
+        return self.dynamic_scale, self.step_counter, self.bad_steps, *self._memory
 
     def _current_scale(self, method: str) -> Array:
         """Return the current scale, never a constant of a traced program."""
@@ -424,6 +444,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.dynamic_scale,
             self._read_headroom(),
             self._advance,
+            self._measures_amax,
         )
 
     def _find_variables(
@@ -445,20 +466,24 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self._trainable_variables if variables is None else list(variables)
 
     def _advance(
-        self, variables: Sequence[Any], applied: Array, reasons: Array
+        self, variables: Sequence[Any], applied: Array, findings: gradients.Findings
     ) -> None:
-        """Take the policy's step; assign the scale, the counters and the reasons.
+        """Take the policy's step; assign its state, the counters and the reasons.
 
         Args:
             variables: The variables of the gradients.
             applied: Whether the update was made.
-            reasons: If it was not, why, a number for each of the variables.
+            findings: If it was not, why; and the largest magnitude, if it is needed.
         """
+        reasons = findings.reasons
         state_variables = self._state_variables()
-        state = ScaleState(*map(read, state_variables))
+        state = type(self.policy.init())(*map(read, state_variables))
         overflow = gradients.is_overflow(reasons)
         too_large = ops.logical_not(ops.logical_or(applied, overflow))
         signal = Signal(applied, too_large=too_large)
+        if findings.amax is not None:
+            # Of the gradients as they came; unscaling a power of two is exact.
+            signal = signal._replace(amax=limit(findings.amax * state.scale))
         self.skip_reasons.assign(self._reasons_of_all(reasons, variables))
         new_state = advance(self.policy, state, signal, where=where)
         total, consecutive = read(self.skipped_steps), read(self.consecutive_skips)
@@ -477,3 +502,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         for index, variable in enumerate(variables):
             numbers[self._get_variable_index(variable)] = reasons[index]
         return ops.stack(numbers)
+
+
+_KEPT = 3
+"""The numbers that every state has: the scale and its two counters."""

@@ -25,8 +25,10 @@ class StatelessStep(NamedTuple):
     dynamic_scale: Any
     """The variable among the wrapper's that holds the scale."""
     headroom: Headroom
-    advance: Callable[[Sequence[Any], Array, Array], None]
-    """Assigns the scale and the counters, given variables, `applied` and reasons."""
+    advance: Callable[[Sequence[Any], Array, gradients.Findings], None]
+    """Assigns the scale and the counters, given variables, `applied` and findings."""
+    measure_amax: bool
+    """Whether the policy reads the largest magnitude."""
 
     def run(
         self,
@@ -72,12 +74,17 @@ class StatelessStep(NamedTuple):
                 )
                 return results
 
-            reasons = gradients.find_reasons(unscale(), variables, self.headroom)
-            applied = ops.all(ops.equal(reasons, 0))
+            findings = gradients.inspect(
+                unscale(),
+                variables,
+                self.headroom,
+                measure_amax=self.measure_amax and is_scaled,
+            )
+            applied = ops.all(ops.equal(findings.reasons, 0))
             new_weights, new_inner_values = branch(
                 applied, update, lambda: (weights, inner_values)
             )
-            self.advance(variables, applied, reasons)
+            self.advance(variables, applied, findings)
         own_values = [scope.get_current_value(x) for x in self.own_variables]
         return new_weights, own_values + new_inner_values
 

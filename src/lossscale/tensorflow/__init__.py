@@ -4,6 +4,7 @@
 functional.py         init, scale, unscale, update, select
 gradient.py           one gradient: dense, sparse or ragged
 measurements.py       what `unscale` measures when it is asked to
+policy_loss_scale.py  a policy as a loss scale
 classic.py            managers and loss scales on `tf.Variable`s
 optimizer.py          the optimizer wrapper under its classic names
 tf_keras.py           tf_keras's wrapper; imported for an optimizer of tf_keras
@@ -44,6 +45,7 @@ from lossscale.tensorflow.optimizer import (
     LossScaleOptimizer,
     MixedPrecisionLossScaleOptimizer,
 )
+from lossscale.tensorflow.policy_loss_scale import PolicyLossScale
 
 __all__ = [
     "DynamicLossScale",
@@ -54,6 +56,7 @@ __all__ = [
     "LossScaleManager",
     "LossScaleOptimizer",
     "MixedPrecisionLossScaleOptimizer",
+    "PolicyLossScale",
     "get",
     "init",
     "scale",

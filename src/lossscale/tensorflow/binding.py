@@ -8,7 +8,7 @@ evaluated, grouped, depended on, passed on and returned from a `tf.function`; an
 not.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -30,10 +30,14 @@ class _StateVariables:
 
     def read(self) -> ScaleState:
         """Return the current values as tensors; no `bad` variable reads as 0."""
-        self._check_graph()
-        values = [tf.convert_to_tensor(variable) for variable in self.variables]
+        values = self.read_all()
         missing = [tf.constant(0, tf.int32)] * (len(ScaleState._fields) - len(values))
         return ScaleState(*values, *missing)
+
+    def read_all(self) -> list[Array]:
+        """Return the current value of every variable."""
+        self._check_graph()
+        return [tf.convert_to_tensor(variable) for variable in self.variables]
 
     def read_for_repr(self) -> ScaleState | None:
         """Return the current values for `repr`; in a graph they cannot be read."""
@@ -70,6 +74,14 @@ class _Binding:
         good: classic.Variable,
         bad: classic.Variable | None,
     ) -> _StateVariables:
+        kinds = [kind for kind in (scale, good, bad) if kind is not None]
+        values = [x for x, kind in zip(state, (scale, good, bad), strict=True) if kind]
+        return self.cell_of(owner, values, kinds)
+
+    def cell_of(
+        self, owner: Any, values: Iterable[float], kinds: list[classic.Variable]
+    ) -> _StateVariables:
+        """Create variables of a class, owned (and checkpointed) by `owner`."""
         name = type(owner).__name__
         if not tf.executing_eagerly() and _graph() is None:
             message = (
@@ -78,9 +90,7 @@ class _Binding:
             )
             raise ContextError(message)
         variables = []
-        for kind, value in zip((scale, good, bad), state, strict=True):
-            if kind is None:
-                continue
+        for kind, value in zip(kinds, values, strict=True):
             # TensorFlow 1's constructor: in its graphs the other lists every copy of a
             # mirrored variable for Savers, under one name.
             variable = tf.compat.v1.Variable(

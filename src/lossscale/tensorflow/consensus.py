@@ -95,6 +95,29 @@ def all_replicas(check: Callable[..., Array], *lists: Any) -> Array:
     return reduce_flags(strategy.extended.call_for_each_replica(check, args=lists))
 
 
+def largest_of_all(measure: Callable[..., Array], *lists: Any) -> Array:
+    """Return the largest number of any replica.
+
+    Args:
+        measure: Returns a float32 scalar of 0 or more for the values of one replica.
+        *lists: Its arguments; in cross-replica context, those of all replicas.
+    """
+    if not in_cross_replica_context():
+        return measure(*lists)
+    strategy = tf.distribute.get_strategy()
+
+    def place(*values: Any) -> Array:
+        # A sum is what every strategy can reduce: each replica has a place in it.
+        context = tf.distribute.get_replica_context()
+        count = context.num_replicas_in_sync
+        index = context.replica_id_in_sync_group
+        return tf.one_hot(index, count, dtype=tf.float32) * measure(*values)
+
+    places = strategy.extended.call_for_each_replica(place, args=lists)
+    sums = strategy.reduce(tf.distribute.ReduceOp.SUM, places, axis=None)
+    return tf.reduce_max(sums)
+
+
 def reduce_flags(finite: Any) -> Array:
     """Return whether a flag is true in all replicas, those of other workers too."""
     strategy = tf.distribute.get_strategy()

@@ -13,13 +13,17 @@ from typing import Any, TypeAlias, overload
 import tensorflow as tf
 
 from lossscale.core import classic, validation
+from lossscale.core.policies import Policy
 from lossscale.errors import SettingError, SettingTypeError
 from lossscale.tensorflow import wrapped_optimizer
 from lossscale.tensorflow.classic import DynamicLossScale, FixedLossScale
+from lossscale.tensorflow.policy_loss_scale import PolicyLossScale
 from lossscale.tensorflow.tracing import skip_autograph_in
 from lossscale.tensorflow.wrapper import OptimizerWrapper
 
-Scale: TypeAlias = classic.LossScaleManager | classic.LossScale | float | str
+Scale: TypeAlias = (
+    classic.LossScaleManager | classic.LossScale | Policy | float | str
+)
 
 _SETTINGS = ("lr", "beta_1", "beta_2", "clipnorm", "global_clipnorm", "clipvalue")
 """Settings of a Keras optimizer that are read and set through the wrapper."""
@@ -90,7 +94,8 @@ class LossScaleOptimizer(OptimizerWrapper):
 
         Args:
             opt: The optimizer to wrap.
-            loss_scale_manager: A manager, a LossScale, a number, or "dynamic".
+            loss_scale_manager: A manager, a LossScale, a policy, a number, or
+                "dynamic".
             loss_scale: The same by the name that it had in tf.keras.
             skip_nonfinite: Whether a step with non-finite gradients is skipped even
                 where the LossScale would let it pass, as a fixed one does. False
@@ -394,7 +399,8 @@ def _make_scale(config: Any, custom_objects: Mapping[str, Any]) -> Any:
     if not isinstance(config, Mapping):
         return config
     name = config["class_name"]
-    known = {"FixedLossScale": FixedLossScale, "DynamicLossScale": DynamicLossScale}
+    classes = (FixedLossScale, DynamicLossScale, PolicyLossScale)
+    known = {kind.__name__: kind for kind in classes}
     cls = custom_objects.get(name, known.get(name))
     if cls is None:
         message = (

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale.core import classic, headroom
+from lossscale.core.policies import Policy
 from lossscale.core.state import Array
 from lossscale.errors import SettingError, SettingTypeError, StructureError
 from lossscale.tensorflow import consensus, graph_names, wrapped_optimizer
@@ -26,6 +27,7 @@ from lossscale.tensorflow.gradient import (
     validate_leaf,
     values_of,
 )
+from lossscale.tensorflow.policy_loss_scale import PolicyLossScale
 from lossscale.tensorflow.tracing import skip_autograph
 
 
@@ -190,6 +192,13 @@ class OptimizerWrapper(classic.LossScaleOptimizer):
         return self.apply_gradients(
             pairs, **{key: value for key, value in options.items() if value is not None}
         )
+
+    def _find_scale(self, given: Any) -> Any:
+        """Return the scale that was given, or that a policy means."""
+        is_instance = not isinstance(given, (type, classic.LossScale))
+        if is_instance and isinstance(given, Policy):
+            return PolicyLossScale(given)
+        return super()._find_scale(given)
 
     def _check_optimizer(self, opt: Any) -> None:
         wrapped_optimizer.check_optimizer(opt)

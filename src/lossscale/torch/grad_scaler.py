@@ -9,7 +9,7 @@ the parts that the scaler is composed of in `scaler`.
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
@@ -35,6 +35,7 @@ from lossscale.torch.inspection.statistics import StatisticsSampler
 from lossscale.torch.inspection.summary import GradientSummary
 from lossscale.torch.scaler import (
     accumulation,
+    attempts,
     clipping,
     closures,
     fused_optimizers,
@@ -1013,6 +1014,51 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled:
             self._per_optimizer_states = defaultdict(new_optimizer_state)
+
+    def attempts(self) -> Iterator[int]:
+        """Repeat the first batches of `AutoStart` at a lower scale: no batch is lost.
+
+        Put the whole step of a batch into the loop. Until the policy has found its
+        first scale, a step that overflowed is taken again; each attempt waits for the
+        device once. From then on there is one attempt, without a wait. Every attempt
+        counts as a step in `total_steps`, and one that overflowed in `skipped_steps`;
+        layers that count batches, such as batch norm, see the batch again.
+
+        Raises:
+            SettingError: If the policy does not search its first scale.
+
+        Example:
+            >>> import lossscale, torch, lossscale.torch as ls
+            >>> weight = torch.nn.Parameter(torch.ones(1))
+            >>> optimizer = torch.optim.SGD([weight], lr=2.0**-9)
+            >>> scaler = ls.GradScaler("cpu", policy=lossscale.AutoStart())
+            >>> for batch in (256.0, 128.0):
+            ...     for attempt in scaler.attempts():
+            ...         optimizer.zero_grad()
+            ...         loss = (weight.half() * batch).float().sum()
+            ...         scaler.scale(loss).backward()
+            ...         scaler.step(optimizer)
+            ...         scaler.update()
+            >>> weight.item(), scaler.get_scale(), scaler.skipped_steps
+            (0.25, 16.0, 3)
+        """
+        if not self._enabled:
+            yield 1
+            return
+        policy = attempts.find_starting(self.policy)
+        if self._state.has_started:
+            yield 1
+            return
+
+        def look() -> attempts.Progress:
+            return attempts.Progress(
+                self._reports, lambda: (self.state, self.consecutive_skips)
+            )
+
+        def note_start() -> None:
+            self._state.has_started = True
+
+        yield from attempts.repeat(policy, look, note_start)
 
     # -- checking gradients, under torch's private names -------------------------------
 

@@ -11,6 +11,7 @@ from helpers.tensorflow_optimizers import MOMENTUM, OPTIMIZERS, value  # noqa: E
 from helpers.tensorflow_optimizers import variable as make_variable  # noqa: E402
 
 import lossscale.tensorflow as ls  # noqa: E402
+from lossscale import Dynamic, Headroom  # noqa: E402
 from lossscale.errors import ContextError, GradientError  # noqa: E402
 
 
@@ -488,3 +489,22 @@ def test_a_third_of_the_largest_float16_number_is_rounded_up(kind):
     assert 0.0 == value(weight)
     run(tf.constant(np.float16(20000)))
     assert -60000.0 == value(weight)
+
+
+@compiled
+def test_a_policy_reads_the_largest_gradient_of_all_replicas(compiled):
+    strategy = mirrored(2)
+    with strategy.scope():
+        weight = make_variable([1.0])
+        descent = tf.compat.v1.train.GradientDescentOptimizer(0.0)
+        policy = Headroom(Dynamic(init_scale=8.0))
+        optimizer = ls.LossScaleOptimizer(descent, policy)
+
+    def step():
+        gradient = tf.gather(tf.constant([[2.0], [4.0]]), replica())
+        optimizer.apply_gradients([(gradient, weight)])
+
+    run = tf.function(lambda: strategy.run(step)) if compiled else None
+    run() if compiled else strategy.run(step)
+    check_equal_copies(4.0, optimizer.loss_scale.peak)
+    check_equal_copies(16.0, optimizer.loss_scale.scale)

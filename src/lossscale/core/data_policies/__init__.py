@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies that see more than one flag: magnitudes, rates, schedules.
 
+    auto_start.py            AutoStart           the first scale from the first batch
     headroom.py              Headroom            the largest recent magnitude
     log_max.py               LogMax              mean and spread of log2 magnitudes
     histogram.py             Histogram           values above an edge
@@ -18,6 +19,7 @@ alone, elementwise, in float32; a product that is added to something goes throug
 `where` first, so that no compiler contracts the two and rounds differently.
 """
 
+from lossscale.core.data_policies.auto_start import AutoStart
 from lossscale.core.data_policies.headroom import Headroom
 from lossscale.core.data_policies.histogram import Histogram
 from lossscale.core.data_policies.log_max import LogMax
@@ -28,6 +30,7 @@ from lossscale.core.data_policies.saturation import Saturation
 from lossscale.core.data_policies.window_follows_scale import WindowFollowsScale
 
 __all__ = [
+    "AutoStart",
     "Headroom",
     "Histogram",
     "LogMax",

@@ -45,7 +45,7 @@ _MOST = 126.0 + 127.0
 
 
 def fill_like(value: Array, number: float, where: Where) -> Array:
-    """Return a number in the kind of array that a finite value is."""
+    """Return a number in the kind and dtype of array that a finite value is."""
     return where(value == value, number, value)  # noqa: PLR0124  # all of them
 
 

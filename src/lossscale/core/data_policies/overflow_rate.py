@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lossscale.core import validation
+from lossscale.core.data_policies.octaves import fill_like
 from lossscale.core.data_policies.rule_based import NEVER, RuleBased
 from lossscale.core.state import Array, Signal, State, Where
 
@@ -68,8 +69,9 @@ class OverflowRate(RuleBased):
         overflows = where(signal.finite, state.overflows, state.overflows + 1.0)
         tolerance = validation.as_float32(self.tolerance)
         lower = where(signal.finite, steps < 0.0, overflows / steps >= tolerance)
+        never = fill_like(state.bad_steps, NEVER, where)
         ruled = self.follow_rule(
-            state, signal, where, hysteresis=where(lower, 1, NEVER)
+            state, signal, where, hysteresis=where(lower, 1, never)
         )
         # The rule ends its count of finite steps where it grows, and at overflows.
         grew = where(

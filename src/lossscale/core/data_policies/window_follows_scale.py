@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lossscale.core import validation
+from lossscale.core.data_policies.octaves import fill_like
 from lossscale.core.data_policies.rule_based import NEVER, RuleBased
 from lossscale.core.policies import Dynamic
 from lossscale.core.state import Array, Signal, State, Where
@@ -77,8 +78,9 @@ class WindowFollowsScale(RuleBased):
         interval = state.scale * validation.as_float32(per_scale)
         waited = where(signal.finite, state.waited + 1.0, 0.0)
         due = waited >= where(interval >= 1.0, interval, 1.0)
+        never = fill_like(state.good_steps, NEVER, where)
         ruled = self.follow_rule(
-            state, signal, where, growth_threshold=where(due, 1, NEVER)
+            state, signal, where, growth_threshold=where(due, 1, never)
         )
         after = WindowFollowsScaleState(*ruled, where(due, 0.0, waited))
         return self.keep_if_loss_nonfinite(state, after, signal, where)

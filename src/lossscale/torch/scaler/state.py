@@ -46,6 +46,8 @@ class ScalerState:
         self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None
         self._tensors = None
         """Overflow count, counters and kernel settings, if they are on a device."""
+        self.has_started = False
+        """Whether the host knows that the policy has found its first scale."""
 
     def numbers(self) -> tuple[int, list[int]]:
         """Return the overflow count and the counters; waits for the device."""
@@ -63,6 +65,7 @@ class ScalerState:
     def set_numbers(self, state: ScaleState, counters: list[int]) -> None:
         """Set all but the scale and the growth tracker, in place."""
         self._first = state
+        self.has_started = False
         self._bad_steps, self._counters = state.bad_steps, list(counters)
         if self._tensors is not None:
             self._fill(*self._tensors[:2])
@@ -180,6 +183,7 @@ class ScalerState:
             "_tensors": None,
             "_first": self._first._replace(**self.memory()),
             "_memory": (),
+            "has_started": self.has_started,
         }
 
 
