@@ -9,6 +9,7 @@ transformer, float16 inside, float32 parameters and AdamW:
     lossscale.jax, select    value_and_grad and select
     lossscale.jax, cond      value_and_grad and apply_if_finite, which is lax.cond
     lossscale.optax          loss_scaled
+    lossscale.optax, cond    loss_scaled(skip="cond")
     flax                     DynamicScale, and the selection from its docstring
     jmp                      DynamicLossScale, all_finite, select_tree
 
@@ -20,8 +21,8 @@ Three durations, each with its ratio to no scaling, as medians over turns:
     compile   lowering and compiling once: wall time, and processor time of all threads
 
 Memory traffic, arithmetic, temporary memory and instructions are XLA's own counts for
-the compiled program (of a condition, the more expensive branch). Every program is
-traced once, and no step may be skipped.
+the compiled program (of a condition, the more expensive branch), and so are the copies
+outside of conditions. Every program is traced once, and no step may be skipped.
 
     python benchmarks/jax_step.py cpu FOLDER     writes FOLDER/jax_step.cpu.csv
     python benchmarks/jax_step.py cuda FOLDER    writes FOLDER/jax_step.cuda.csv
@@ -57,7 +58,8 @@ COLUMNS = ("case", "parameters", "leaves", "donates", "variant")
 COLUMNS += ("ms", "ms_20", "ms_80", "ratio", "ratio_20", "ratio_80")
 COLUMNS += ("busy_ms", "busy_ratio", "busy_ratio_20", "busy_ratio_80")
 COLUMNS += ("gigabytes", "bytes_ratio", "gigaflops", "flops_ratio")
-COLUMNS += ("temporary_megabytes", "instructions", "compile_s", "compile_cpu_s")
+COLUMNS += ("temporary_megabytes", "instructions", "copies")
+COLUMNS += ("compile_s", "compile_cpu_s")
 COLUMNS += ("compile_cpu_ratio", "traces", "loss")
 GPT2 = Case(
     layers=12,
@@ -71,7 +73,7 @@ GPT2 = Case(
 )
 SMALL = Case(layers=4, width=256, heads=4, vocabulary=2048, length=64, batch=4)
 # The same number of leaves as GPT-2.
-DEEP = dataclasses.replace(SMALL, layers=12, width=128, turns=20)
+DEEP = dataclasses.replace(SMALL, layers=12, width=128, turns=60)
 CASES = {
     "cpu": {
         "12 layers": DEEP,
@@ -105,7 +107,10 @@ class CompiledVariant:
         compiled = self._step.lower(self.state, self._batch).compile()
         self.compile_seconds = time.perf_counter() - start
         self.compile_cpu_seconds = time.process_time() - busy
-        self.instructions = compiled.as_text().count(" = ")
+        text = compiled.as_text()
+        self.instructions = text.count(" = ")
+        # Of whole buffers, in every step: those inside a condition's branches apart.
+        self.copies = text[text.index("\nENTRY") :].count(" copy(")
         costs = compiled.cost_analysis() or {}
         self.bytes = costs.get("bytes accessed", float("nan"))
         self.flops = costs.get("flops", float("nan"))
@@ -240,6 +245,7 @@ def measure(name: str, case: Case, write) -> None:
             "flops_ratio": variant.flops / baseline.flops,
             "temporary_megabytes": variant.temporary / 1e6,
             "instructions": variant.instructions,
+            "copies": variant.copies,
             "compile_s": variant.compile_seconds,
             "compile_cpu_s": variant.compile_cpu_seconds,
             "compile_cpu_ratio": (
