@@ -21,8 +21,8 @@ Three durations, each with its ratio to no scaling, as medians over turns:
     compile   lowering and compiling once: wall time, and processor time of all threads
 
 Memory traffic, arithmetic, temporary memory and instructions are XLA's own counts for
-the compiled program (of a condition, the more expensive branch), and so are the copies
-outside of conditions. Every program is traced once, and no step may be skipped.
+the compiled program (of a condition, the more expensive branch). Every program is
+traced once, and no step may be skipped.
 
     python benchmarks/jax_step.py cpu FOLDER     writes FOLDER/jax_step.cpu.csv
     python benchmarks/jax_step.py cuda FOLDER    writes FOLDER/jax_step.cuda.csv
@@ -58,8 +58,7 @@ COLUMNS = ("case", "parameters", "leaves", "donates", "variant")
 COLUMNS += ("ms", "ms_20", "ms_80", "ratio", "ratio_20", "ratio_80")
 COLUMNS += ("busy_ms", "busy_ratio", "busy_ratio_20", "busy_ratio_80")
 COLUMNS += ("gigabytes", "bytes_ratio", "gigaflops", "flops_ratio")
-COLUMNS += ("temporary_megabytes", "instructions", "copies")
-COLUMNS += ("compile_s", "compile_cpu_s")
+COLUMNS += ("temporary_megabytes", "instructions", "compile_s", "compile_cpu_s")
 COLUMNS += ("compile_cpu_ratio", "traces", "loss")
 GPT2 = Case(
     layers=12,
@@ -107,10 +106,7 @@ class CompiledVariant:
         compiled = self._step.lower(self.state, self._batch).compile()
         self.compile_seconds = time.perf_counter() - start
         self.compile_cpu_seconds = time.process_time() - busy
-        text = compiled.as_text()
-        self.instructions = text.count(" = ")
-        # Of whole buffers, in every step: those inside a condition's branches apart.
-        self.copies = text[text.index("\nENTRY") :].count(" copy(")
+        self.instructions = compiled.as_text().count(" = ")
         costs = compiled.cost_analysis() or {}
         self.bytes = costs.get("bytes accessed", float("nan"))
         self.flops = costs.get("flops", float("nan"))
@@ -245,7 +241,6 @@ def measure(name: str, case: Case, write) -> None:
             "flops_ratio": variant.flops / baseline.flops,
             "temporary_megabytes": variant.temporary / 1e6,
             "instructions": variant.instructions,
-            "copies": variant.copies,
             "compile_s": variant.compile_seconds,
             "compile_cpu_s": variant.compile_cpu_seconds,
             "compile_cpu_ratio": (
