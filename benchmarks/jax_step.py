@@ -9,6 +9,7 @@ transformer, float16 inside, float32 parameters and AdamW:
     lossscale.jax, select    value_and_grad and select
     lossscale.jax, cond      value_and_grad and apply_if_finite, which is lax.cond
     lossscale.optax          loss_scaled
+    lossscale.optax, cond    loss_scaled(skip="cond")
     flax                     DynamicScale, and the selection from its docstring
     jmp                      DynamicLossScale, all_finite, select_tree
 
@@ -71,7 +72,7 @@ GPT2 = Case(
 )
 SMALL = Case(layers=4, width=256, heads=4, vocabulary=2048, length=64, batch=4)
 # The same number of leaves as GPT-2.
-DEEP = dataclasses.replace(SMALL, layers=12, width=128, turns=20)
+DEEP = dataclasses.replace(SMALL, layers=12, width=128, turns=60)
 CASES = {
     "cpu": {
         "12 layers": DEEP,

@@ -7,6 +7,7 @@ a new optimizer state from the old ones and the gradients.
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,13 +69,14 @@ def make_lossscale_cond(loss, optimizer, apply) -> Variant:
     return Variant(step, optimizer, ls.init(policy), lambda state: state[2].scale)
 
 
-def make_lossscale_optax(loss, optimizer, apply) -> Variant:
+def make_lossscale_optax(loss, optimizer, apply, skip="select") -> Variant:
     del apply
     import optax
 
     from lossscale.optax import get_scale, loss_scaled, scale_loss
 
-    wrapped = loss_scaled(optimizer, lossscale.Dynamic(init_scale=SCALE))
+    policy = lossscale.Dynamic(init_scale=SCALE)
+    wrapped = loss_scaled(optimizer, policy, skip=skip)
 
     def step(state, batch):
         parameters, inner, _ = state
@@ -140,6 +142,7 @@ VARIANTS = {
     "lossscale.jax, select": (make_lossscale_select, None),
     "lossscale.jax, cond": (make_lossscale_cond, None),
     "lossscale.optax": (make_lossscale_optax, "optax"),
+    "lossscale.optax, cond": (partial(make_lossscale_optax, skip="cond"), "optax"),
     "flax": (make_flax, "flax.training.dynamic_scale"),
     "jmp": (make_jmp, "jmp"),
 }

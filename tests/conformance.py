@@ -322,7 +322,7 @@ class FunctionalConformance:
         states = [module.init(policy) for policy in policies]
         found = [[] for _ in rows]
         for number in range(max(len(flags) for _, flags in rows)):
-            # Rows that have ended go on, and nobody looks.
+            # A row that has ended goes on; what it becomes is not compared.
             given = [
                 flags[number] if number < len(flags) else True for _, flags in rows
             ]

@@ -6,6 +6,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from helpers.limits import HANG_SECONDS
+
+HANG_MILLISECONDS = 1000 * HANG_SECONDS
+
 
 def find_chromium():
     """Return where chromium is; `None` if it is not installed."""
@@ -25,7 +29,9 @@ def launched_browser():
     with playwright.sync_playwright() as started:
         # Without a sandbox of its own: the page is ours, and root has no other choice.
         browser = started.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox"]
+            executable_path=chromium,
+            args=["--no-sandbox"],
+            timeout=HANG_MILLISECONDS,
         )
         yield browser
         browser.close()
@@ -38,6 +44,8 @@ def opened_page(browser, path, *, width=1200, scheme="light"):
     page = browser.new_page(
         viewport={"width": width, "height": 900}, color_scheme=scheme
     )
+    # Playwright's own is 30 s, for every action and for every wait.
+    page.set_default_timeout(HANG_MILLISECONDS)
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("dialog", lambda dialog: complaints.append(f"dialog {dialog.message}"))
