@@ -5,19 +5,26 @@ from pathlib import Path
 
 from typing_extensions import assert_type
 
-from lossscale import Dynamic
+from lossscale import Dynamic, Fixed, Headroom, Policy
 from lossscale.diagnostics import (
     Alarm,
     AlarmRules,
+    Backtest,
+    Estimate,
+    LostShare,
+    Outcome,
+    Recommendation,
     Recorder,
     RunExplanation,
     RunFile,
     StepRecord,
     TensorStatistics,
+    backtest,
     build_report,
     explain_run,
     export_parquet,
     read_run,
+    recommend,
 )
 from lossscale.diagnostics.loggers import LoggingWriter, WindowWriter
 from lossscale.diagnostics.records.steps import ReportLike
@@ -64,3 +71,20 @@ def attach(path: Path, report: StepReport) -> ReportLike:
     GradScaler("cpu", on_step=Recorder(path))
     assert_type(report.statistics, TensorStatistics | None)
     return report
+
+
+def try_policies(path: Path) -> None:
+    found = backtest(path, {"low": Fixed(8.0), "headroom": Headroom()})
+    assert_type(found, Backtest)
+    assert_type(found.outcomes["low"], Outcome)
+    assert_type(found.recorded.skipped, Estimate)
+    assert_type(found.recorded.lost, LostShare | None)
+    backtest(read_run(path), [Dynamic(), Fixed()])
+    backtest(path, ["torch"])  # type: ignore[list-item]
+
+
+def choose(path: Path) -> str:
+    found = recommend(path)
+    assert_type(found, Recommendation)
+    assert_type(found.policy, Policy | None)
+    return found.code

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of a record as columns: what a backtest reads of them.
 
-A record of ten million steps has 600 MB of text. It is read in pieces, and 29 bytes are
+A record of ten million steps has 600 MB of text. It is read in pieces, and 22 bytes are
 kept of each step.
 """
 

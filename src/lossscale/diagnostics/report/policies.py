@@ -70,7 +70,7 @@ def _buckets(steps: npt.NDArray[np.int64], scales: Scales) -> Buckets:
 def policies_section(policies: OtherPolicies) -> str:
     """Return the table of the policies, and what it does not show."""
     rows = [[_head(index, row[0]), *row[1:]] for index, row in enumerate(policies.rows)]
-    table = make_table(policies.heads, rows, whole=True, escaped_first=True)
+    table = make_table(policies.heads, rows, escaped_first=True)
     remarks = "".join(f"<li>{escape_text(text)}</li>" for text in policies.remarks)
     return (
         '<section id="policies" aria-labelledby="policies-title">'
