@@ -18,7 +18,7 @@ import os
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-# XLA may leave out roundings to float16 between operations unless it is told not to.
+# XLA may leave out roundings to float16 between operations without this flag.
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false"
 )
@@ -149,7 +149,7 @@ class Transformer(JaxModel):
 
     def __init__(self) -> None:
         super().__init__()
-        from pydoc_data.topics import topics  # noqa: PLC0415  # its text alone
+        from pydoc_data.topics import topics  # its text alone
 
         text = "\n".join(topics[name] for name in sorted(topics))
         characters = sorted(set(text))
