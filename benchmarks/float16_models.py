@@ -11,14 +11,21 @@
                   classifies it; Adam; JAX
 
 Weights, activations and gradients are stored in float16; master weights and the
-optimizer are float32. `exact` computes the same gradients in float32, without a scale.
+optimizer are float32. Every model has
+
+    start(seed)                          the first train state: masters and moments
+    draw(random)                         a batch
+    gradients(train_state, batch, scale) the loss, and the scaled float16 gradients
+    exact(train_state, batch)            the same gradients in float32, without a scale
+    apply(train_state, grads, step)      the train state after an update
 """
+# ruff: noqa: D102  # the methods of all models are described above
 
 import os
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-# XLA may leave out roundings to float16 between operations unless it is told not to.
+# XLA may leave out roundings to float16 between operations without this flag.
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false"
 )
@@ -149,7 +156,7 @@ class Transformer(JaxModel):
 
     def __init__(self) -> None:
         super().__init__()
-        from pydoc_data.topics import topics  # noqa: PLC0415  # its text alone
+        from pydoc_data.topics import topics  # its text alone
 
         text = "\n".join(topics[name] for name in sorted(topics))
         characters = sorted(set(text))
@@ -182,6 +189,7 @@ class Transformer(JaxModel):
         return self.text[rows[:, :-1]], self.text[rows[:, 1:]]
 
     def loss(self, weights: Any, batch: Any, dtype: Any) -> Any:
+        del dtype  # that of the embedding
         inputs, labels = batch
         hidden = weights["embedding"][inputs] + weights["position"]
         for layer in weights["layers"]:

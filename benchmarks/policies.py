@@ -53,7 +53,7 @@ FILE = RESULTS / "policies.csv"
 
 
 def main() -> None:
-    import float16_models  # noqa: PLC0415  # JAX, which a table does not need
+    import float16_models  # JAX, which a table does not need
 
     facts = describe("numpy", "jax")
     with FILE.open("w", newline="", encoding="utf-8") as file:

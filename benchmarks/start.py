@@ -33,7 +33,7 @@ COLUMNS = ["model", "init_scale", "start", "lost_updates", "attempts", "scale"]
 
 
 def main() -> None:
-    import float16_models  # noqa: PLC0415  # JAX, which a table does not need
+    import float16_models  # JAX, which a table does not need
 
     models: dict[str, Any] = {
         name: kind() for name, kind in float16_models.MODELS.items()
@@ -82,10 +82,10 @@ def run_example(policy: Any, *, retried: bool) -> tuple[int, int, float]:
     Returns the lost updates, how often a batch was computed again, and the scale.
     """
     sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-    import torch  # noqa: PLC0415
-    import train_torch as example  # noqa: PLC0415
+    import torch
+    import train_torch as example
 
-    from lossscale.torch import GradScaler  # noqa: PLC0415
+    from lossscale.torch import GradScaler
 
     scaler = GradScaler(example.DEVICE, policy=policy)
     run = example.make_run(scaled=True)._replace(scaler=scaler)

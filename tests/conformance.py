@@ -489,7 +489,6 @@ STARTS = {
 """First steps, as (finite, largest unscaled magnitude)."""
 
 
-
 class DataPolicyConformance:
     """Policies that see more than a flag: the same numbers as in NumPy, to the bit."""
 

@@ -15,6 +15,18 @@ dynamic: Dynamic = Dynamic(growth_interval=100, at_min="hold", growth_delay="fir
 preset: Dynamic = presets.get("torch", init_scale=8.0)
 policies: list[Policy] = [fixed, dynamic, preset]
 
+searching: lossscale.AutoStart = lossscale.AutoStart(dynamic, jump=8)
+reading: list[Policy] = [
+    searching,
+    lossscale.Headroom(dynamic, margin=2, window=100),
+    lossscale.LogMax(patience=5),
+    lossscale.Histogram(period=1),
+    lossscale.Saturation(edge=448.0),
+    lossscale.OverflowRate(tolerance=0.1),
+    lossscale.WindowFollowsScale(dynamic),
+    lossscale.RisingFloor(floors=((100, 8.0),)),
+]
+
 state: ScaleState = ls.init(dynamic)
 gradients, signal = ls.unscale({"w": np.ones(3)}, state, measure=("norm",))
 seen: Signal = signal
@@ -50,6 +62,8 @@ own: Policy = Own()
 manager: ls.LossScaleManager = ls.ExponentialUpdateLossScaleManager(8.0, 2)
 loss_scale: ls.LossScale | None = ls.get("dynamic")
 
+lossscale.AutoStart(8.0)  # type: ignore[arg-type]
+lossscale.Headroom(dynamic, 2)  # type: ignore[misc]
 Dynamic(at_min="floor")  # type: ignore[arg-type]
 Dynamic(8.0)  # type: ignore[call-arg]
 wrong: Policy = object()  # type: ignore[assignment]

@@ -8,7 +8,12 @@ from typing import Any
 import keras
 
 from lossscale import Dynamic, Fixed, Policy, presets
-from lossscale.keras import LossScaleLogger, LossScaleOptimizer, StepReport
+from lossscale.keras import (
+    LossScaleLogger,
+    LossScaleOptimizer,
+    StepReport,
+    find_scale,
+)
 
 inner: Any = keras.optimizers.Adam(1e-3)
 optimizer: LossScaleOptimizer = LossScaleOptimizer(inner)
@@ -32,6 +37,8 @@ first: Any = weights[0]
 config: dict[str, Any] = optimizer.get_config()
 again: Any = LossScaleOptimizer.from_config(config)
 taken: Any = LossScaleOptimizer.from_keras(again, policy=Fixed(8.0))
+
+found: float = find_scale(loss, loss, sample_weight=loss)
 
 callback: LossScaleLogger = LossScaleLogger(every=10, warn_after=5)
 

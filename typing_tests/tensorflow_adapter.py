@@ -72,6 +72,10 @@ class Own(ls.LossScale):
 own: ls.LossScale = Own()
 ls.LossScaleOptimizer(descent, own)
 
+by_policy: ls.LossScale = ls.PolicyLossScale(Fixed(8.0))
+ls.LossScaleOptimizer(descent, Fixed(8.0))
+
+ls.PolicyLossScale(8.0)  # type: ignore[arg-type]
 ls.ExponentialUpdateLossScaleManager(8.0, 2, at_floor="floor")  # type: ignore[arg-type]
 ls.ExponentialUpdateLossScaleManager(8.0)  # type: ignore[call-arg]
 ls.LossScaleOptimizer(descent, loss_scale=8)

@@ -94,6 +94,8 @@ groups: list[dict[str, Any]] = optimizer.param_groups
 sharded: ls.GradScaler = ls.ShardedGradScaler("cpu", 8.0, 0.5, 2.0, 100, True, None)
 ls.GradScaler("cpu", process_groups=[], meshes=None, shard_groups=None)
 
+tries: list[int] = list(scaler.attempts())
+
 ls.GradScaler("cpu", policy=8.0)  # type: ignore[arg-type]
 ls.GradScaler("cpu", 8.0, 2.0, 0.5, 100, True, Dynamic())  # type: ignore[call-arg]
 ls.GradScaler("cpu", init_scale="8")  # type: ignore[arg-type]

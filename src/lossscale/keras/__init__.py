@@ -4,6 +4,7 @@
 optimizer.py      Keras's LossScaleOptimizer with a policy
 report.py         what became of the last step
 callbacks.py      the scale in the logs of `fit`
+start.py          the first scale, found before `fit`
 arguments.py      the constructor's arguments, policies and configs
 checkpoint.py     configs and saved variables
 loss.py           the loss times the scale
@@ -38,5 +39,6 @@ if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14):
 from lossscale.keras.callbacks import LossScaleLogger
 from lossscale.keras.optimizer import LossScaleOptimizer
 from lossscale.keras.report import StepReport
+from lossscale.keras.start import find_scale
 
-__all__ = ["LossScaleLogger", "LossScaleOptimizer", "StepReport"]
+__all__ = ["LossScaleLogger", "LossScaleOptimizer", "StepReport", "find_scale"]

@@ -172,6 +172,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             names=tuple(map(gradients.name_of, self._trainable_variables)),
         )
 
+    @property
+    def state(self) -> Any:
+        """The policy's state, as values on the device.
+
+        Together with `policy` this is what `lossscale.to_portable` takes.
+        """
+        first = self.policy.init()
+        if not self.built:
+            return first
+        return type(first)(*map(read, self._state_variables()))
+
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss times the scale, in float32 (float64 stays float64).
 
@@ -476,8 +487,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             findings: If it was not, why; and the largest magnitude, if it is needed.
         """
         reasons = findings.reasons
-        state_variables = self._state_variables()
-        state = type(self.policy.init())(*map(read, state_variables))
+        state = self.state
         overflow = gradients.is_overflow(reasons)
         too_large = ops.logical_not(ops.logical_or(applied, overflow))
         signal = Signal(applied, too_large=too_large)
@@ -490,7 +500,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.last_scale.assign(state.scale)
         self.skipped_steps.assign(where(applied, total, total + 1))
         self.consecutive_skips.assign(where(applied, 0, consecutive + 1))
-        for variable, value in zip(state_variables, new_state, strict=True):
+        for variable, value in zip(self._state_variables(), new_state, strict=True):
             variable.assign(value)
 
     def _reasons_of_all(self, reasons: Array, variables: Sequence[Any]) -> Array:

@@ -21,9 +21,7 @@ from lossscale.tensorflow.policy_loss_scale import PolicyLossScale
 from lossscale.tensorflow.tracing import skip_autograph_in
 from lossscale.tensorflow.wrapper import OptimizerWrapper
 
-Scale: TypeAlias = (
-    classic.LossScaleManager | classic.LossScale | Policy | float | str
-)
+Scale: TypeAlias = classic.LossScaleManager | classic.LossScale | Policy | float | str
 
 _SETTINGS = ("lr", "beta_1", "beta_2", "clipnorm", "global_clipnorm", "clipvalue")
 """Settings of a Keras optimizer that are read and set through the wrapper."""

@@ -11,7 +11,7 @@ from jax import export  # noqa: E402
 
 import lossscale.jax as ls  # noqa: E402
 import lossscale.numpy as reference  # noqa: E402
-from lossscale import Dynamic, Headroom, Signal  # noqa: E402
+from lossscale import AutoStart, Dynamic, Headroom, Signal  # noqa: E402
 
 every_policy = pytest.mark.parametrize(
     "policy", DATA_POLICIES, ids=lambda policy: type(policy).__name__
@@ -74,3 +74,25 @@ def test_devices_of_an_axis_make_one_decision(policy):
     state = run(ls.init(policy), jnp.float32(1.0), jnp.array([0.5, 8.0])).state
     for value in state:
         assert value[0] == value[1]
+
+
+def test_a_start_is_retried_on_the_same_batch_and_nothing_is_lost():
+    policy = AutoStart()
+    step = jax.jit(ls.with_retries(ls.value_and_grad(loss, policy), retries=4))
+    result = step(ls.init(policy), jnp.float32(1.0), jnp.float32(256.0))
+    # 2**16 is no float16; at 2**12 the gradient is 2**20, where 8188 is allowed.
+    assert (1, True, 16.0) == (
+        int(result.retries),
+        bool(result.signal.finite),
+        float(result.state.scale),
+    )
+    assert 256.0 == float(result.grads)
+    assert not bool(policy.is_starting(result.state))
+
+
+def test_a_batch_that_no_scale_helps_counts_as_one_overflow_of_the_start():
+    policy = AutoStart()
+    step = jax.jit(ls.with_retries(ls.value_and_grad(loss, policy), retries=4))
+    result = step(ls.init(policy), jnp.float32(1.0), jnp.float32(jnp.nan))
+    assert not bool(result.signal.finite)
+    assert bool(policy.is_starting(result.state))

@@ -9,8 +9,17 @@ from helpers.keras_backend import QUIET, keras, numpy, only_on
 from helpers.keras_steps import Steps
 
 import lossscale.numpy as reference
-from lossscale import AutoStart, Dynamic, Headroom, ScaleState, Signal
-from lossscale.keras import LossScaleOptimizer
+from lossscale import (
+    AutoStart,
+    Dynamic,
+    Headroom,
+    ScaleState,
+    Signal,
+    from_portable,
+    to_portable,
+)
+from lossscale.errors import SettingError
+from lossscale.keras import LossScaleOptimizer, find_scale
 
 pytestmark = QUIET
 
@@ -180,3 +189,31 @@ def test_a_step_that_xla_compiles_has_the_same_states(policy):
         signal = Signal(finite, amax=np.float32(amax))
         expected = reference.update(policy, expected, signal)
         assert [float(value) for value in expected] == state_of(optimizer)
+
+
+def test_the_first_scale_is_found_before_fit_and_nothing_is_lost():
+    # The gradient, 1e28, is beyond float32 where 2**40 scales it.
+    policy = AutoStart(Dynamic(init_scale=2.0**40), jump=10)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1e-30), policy=policy)
+    model = model_with(optimizer)
+    rows = np.full((4, 3), 1e10, np.float32), np.full((4, 2), 1e18, np.float32)
+    before = [numpy(weight).tolist() for weight in model.weights]
+    assert find_scale(model, *rows) < 2.0**30
+    assert 1 == int(numpy(model.optimizer.iterations))
+    assert 0 < int(model.optimizer.last_step.skipped_steps) <= 4
+    assert before != [numpy(weight).tolist() for weight in model.weights]
+    assert not bool(optimizer.policy.is_starting(model.optimizer.state))
+
+
+def test_a_state_is_portable():
+    model = fit(headroom())
+    optimizer = model.optimizer
+    policy, state = from_portable(to_portable(optimizer.policy, optimizer.state))
+    assert optimizer.policy == policy
+    assert state_of(optimizer) == [float(value) for value in state]
+
+
+def test_a_model_without_a_search_is_an_error_that_says_what_to_type():
+    for optimizer in (headroom(), keras.optimizers.SGD(0.1)):
+        with pytest.raises(SettingError, match=r"policy=lossscale.AutoStart\(\)"):
+            find_scale(model_with(optimizer), ROWS, ROWS[:, :2])

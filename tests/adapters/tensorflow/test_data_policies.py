@@ -48,9 +48,7 @@ class Loop:
 def compiled(loop, how):
     if how == "eager":
         return loop.step
-    return tf.function(
-        lambda gradient: loop.step(gradient), jit_compile=how == "XLA", autograph=False
-    )
+    return tf.function(loop.step, jit_compile=how == "XLA", autograph=False)
 
 
 @pytest.mark.parametrize("how", ["eager", "graph", "XLA"])

@@ -495,7 +495,7 @@ def test_a_third_of_the_largest_float16_number_is_rounded_up(kind):
 def test_a_policy_reads_the_largest_gradient_of_all_replicas(compiled):
     strategy = mirrored(2)
     with strategy.scope():
-        weight = make_variable([1.0])
+        weight = tf.Variable([1.0])
         descent = tf.compat.v1.train.GradientDescentOptimizer(0.0)
         policy = Headroom(Dynamic(init_scale=8.0))
         optimizer = ls.LossScaleOptimizer(descent, policy)
@@ -504,7 +504,7 @@ def test_a_policy_reads_the_largest_gradient_of_all_replicas(compiled):
         gradient = tf.gather(tf.constant([[2.0], [4.0]]), replica())
         optimizer.apply_gradients([(gradient, weight)])
 
-    run = tf.function(lambda: strategy.run(step)) if compiled else None
-    run() if compiled else strategy.run(step)
+    run = tf.function(strategy.run) if compiled else strategy.run
+    run(step)
     check_equal_copies(4.0, optimizer.loss_scale.peak)
     check_equal_copies(16.0, optimizer.loss_scale.scale)

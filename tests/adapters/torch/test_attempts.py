@@ -81,10 +81,11 @@ def test_a_closure_is_called_again():
         loop.scaler.scale(loss).backward()
         return loss
 
-    for attempt in loop.scaler.attempts():
+    attempts = 0
+    for attempts in loop.scaler.attempts():  # noqa: B007  # read below
         loop.scaler.step(loop.optimizer, closure)
         loop.scaler.update()
-    assert (4, 0.75) == (attempt, loop.weight.item())
+    assert (4, 0.75) == (attempts, loop.weight.item())
 
 
 def test_a_loaded_search_goes_on():
