@@ -20,14 +20,15 @@ contender's, the median over turns. On a CPU our AdamW is compared with torch's 
     python benchmarks/torch_optim.py rehearse OUT.csv
 
 A case that fails on the GPU is a row that says so, and the next one is measured. The
-last quarter of the time belongs to `torch_quality.py`, whose rows go to a file beside
-this one, OUT.quality.csv. `rehearse` runs the whole of it on tiny models without a GPU,
+last quarter of the time belongs to `torch_quality.py`, whose rows go to the file
+OUT.quality.csv. `rehearse` runs the whole of it on tiny models without a GPU,
 to try the program; its times mean nothing.
 
 On a CPU a time is the processor's, with one thread. There the update alone is compared,
 for 10, 150 and 2,000 tensors of 64 numbers and for large ones: torch's foreach AdamW;
 ours; ours with a scale, which torch's does not divide out; and ours on float16 weights
-with masters. """
+with masters.
+"""
 
 import csv
 import gc
@@ -373,7 +374,7 @@ def measure_everything(table, path, seconds, *, tiny: bool) -> None:
             continue
         try:
             WORK[work](name, cases[name], table)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the other rows are wanted
             table.fail(name, work, error)
         gc.collect()
         if table.device == "cuda":
