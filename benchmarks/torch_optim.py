@@ -15,23 +15,28 @@ each as it is and, on a GPU, captured in a CUDA graph. On a GPU a time is that b
 two CUDA events, the host's own time apart; a ratio is torch's time divided by the
 contender's, the median over turns. On a CPU our AdamW is compared with torch's foreach.
 
-    python benchmarks/torch_optim.py cuda OUT.csv [SECONDS]     120 seconds unless given
+    python benchmarks/torch_optim.py cuda OUT.csv [SECONDS]     540 seconds unless given
     python benchmarks/torch_optim.py cpu OUT.csv
-    python benchmarks/torch_optim.py quality OUT.csv [SECONDS]
+    python benchmarks/torch_optim.py rehearse OUT.csv
 
-The last one trains a GPT of 32 million weights on the sources of Python's standard
-library, byte by byte, with three seeds: in float32, with torch's autocast and scaler,
-and with float16 weights and masters. It writes the last losses, skipped steps, time and
-memory.
+A case that fails on the GPU is a row that says so, and the next one is measured. The
+last quarter of the time belongs to `torch_quality.py`, whose rows go to the file
+OUT.quality.csv. `rehearse` runs the whole of it on tiny models without a GPU,
+to try the program; its times mean nothing.
+
+On a CPU a time is the processor's, with one thread. There the update alone is compared,
+for 10, 150 and 2,000 tensors of 64 numbers and for large ones: torch's foreach AdamW;
+ours; ours with a scale, which torch's does not divide out; and ours on float16 weights
+with masters.
 """
 
 import csv
+import gc
 import statistics
 import sys
 import time
-from itertools import pairwise
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -41,7 +46,11 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from torch_step import CASES, captured, timed  # noqa: E402
+import torch_quality  # noqa: E402
+from machine import describe  # noqa: E402
+from torch_gpt import GPT, Shape  # noqa: E402
+from torch_step import CASES, captured  # noqa: E402
+from torch_step import timed as timed_on_gpu  # noqa: E402
 
 from lossscale.torch import GradScaler, optim, to_float16  # noqa: E402
 
@@ -99,33 +108,41 @@ def our_phase(params):
 
 
 def measure_phase(case, shapes, table) -> None:
-    """Measure the optimizer phase of one list of parameters on a GPU."""
-    size = sum(torch.Size(shape).numel() for shape in shapes)
-    wide = make_params(shapes, "cuda")
+    """Measure the optimizer phase of one list of parameters."""
+    size, device = sum(torch.Size(shape).numel() for shape in shapes), table.device
+    wide = make_params(shapes, device)
     theirs = torch_phase(wide)
     ours, update = our_phase(wide)
-    masters, update_masters = our_phase(make_params(shapes, "cuda", torch.float16))
+    masters, update_masters = our_phase(make_params(shapes, device, torch.float16))
     calls = {"torch": theirs, "ours": ours, "ours, masters": masters}
-    table.write(case, "phase", in_turns(calls), against="torch")
-    for call in (ours, masters):
-        check_no_wait(call)
-    alone = torch.optim.AdamW(wide, 1e-9, fused=True, capturable=True)
+    table.write(case, "phase", in_turns(calls, device), against="torch")
+    alone = torch.optim.AdamW(wide, 1e-9, fused=True, capturable=device == "cuda")
     calls = {
-        "torch's AdamW alone": captured(alone.step),
-        "torch": captured(theirs),
-        "ours": captured(ours),
-        "ours, masters": captured(masters),
-        "our update": captured(update),
-        "our update, masters": captured(update_masters),
-        "our update, blocks of 1,024": captured(update_in_blocks(wide, 1024)),
+        "torch's AdamW alone": alone.step,
+        "torch": theirs,
+        "ours": ours,
+        "ours, masters": masters,
+        "our update": update,
+        "our update, masters": update_masters,
+        "our update with statistics": our_update(wide, update_statistics=True),
     }
+    if device == "cuda":
+        for call in (ours, masters):
+            check_no_wait(call)
+        calls["our update, blocks of 1,024"] = update_in_blocks(wide, 1024)
+        calls = {name: captured(call) for name, call in calls.items()}
     table.write(
         case,
         "phase in a graph",
-        in_turns(calls),
+        in_turns(calls, device),
         against="torch's AdamW alone",
         moved=size * BYTES,
     )
+
+
+def our_update(params, **options):
+    """Return our update alone, with options of the optimizer."""
+    return optim.AdamW(params, 1e-9, **options).step
 
 
 def update_in_blocks(params, block):
@@ -142,22 +159,13 @@ def update_in_blocks(params, block):
 def check_no_wait(call) -> None:
     """Have torch raise if the host waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
-    call()
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # -- whole training steps --------------------------------------------------------------
-
-
-class Shape(NamedTuple):
-    """A GPT and its batch."""
-
-    layers: int
-    width: int
-    heads: int
-    rows: int
-    tokens: int
-    vocabulary: int = 50257
 
 
 MODELS = {
@@ -169,77 +177,37 @@ MODELS = {
 }
 
 
-class Block(nn.Module):
-    """Attention and a perceptron."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):  # noqa: D102
-        rows, tokens, width = x.shape
-        parts = self.mix(self.norm1(x)).view(rows, tokens, 3, self.heads, -1)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True
-        )
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
-        hidden = functional.gelu(self.up(self.norm2(x)), approximate="tanh")
-        return x + self.down(hidden)
-
-
-class GPT(nn.Module):
-    """A GPT-2, whose head is its embedding."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.positions = nn.Embedding(shape.tokens, shape.width)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        nn.init.normal_(self.positions.weight, std=0.02)
-        blocks = [Block(shape.width, shape.heads) for _ in range(shape.layers)]
-        self.blocks = nn.Sequential(*blocks)
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):  # noqa: D102
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens) + self.positions(places)
-        return self.head(self.norm(self.blocks(x)))
-
-
-def make_step(shape, kind, *, in_graph):
+def make_step(shape, kind, device, *, in_graph):
     """Return a whole training step of a contender.
 
     Args:
         shape: The model and its batch.
         kind: "torch", "masters", or "masters, float16 norms".
+        device: Where the model is.
         in_graph: Whether it will be captured, which torch's cache of casts is not for.
     """
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device):
         model = GPT(shape)
         tokens = torch.randint(shape.vocabulary, (shape.rows, shape.tokens + 1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
     is_torchs = kind == "torch"
     if is_torchs:
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), fused=True, capturable=device == "cuda"
+        )
     else:
         to_float16(model, keep_normalisation=kind == "masters")
         optimizer = optim.AdamW(model.parameters(), master_weights=True)
     scaler = (torch.amp.GradScaler if is_torchs else GradScaler)(
-        "cuda", init_scale=2.0**10, growth_interval=2**30
+        device, init_scale=2.0**10, growth_interval=2**30
     )
     params = list(model.parameters())
 
     def step():
         optimizer.zero_grad()
         with torch.autocast(
-            "cuda", torch.float16, enabled=is_torchs, cache_enabled=not in_graph
+            device, torch.float16, enabled=is_torchs, cache_enabled=not in_graph
         ):
             logits = model(inputs)
             loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets)
@@ -255,28 +223,51 @@ def make_step(shape, kind, *, in_graph):
     return step
 
 
+KINDS = ("torch", "masters", "masters, float16 norms")
+
+
 def measure_training(name, shape, table) -> None:
-    """Measure whole training steps: as they are, with their memory, and captured."""
-    kinds = ("torch", "masters", "masters, float16 norms")
+    """Measure whole training steps as they are, with their memory."""
     calls, memory = {}, {}
-    for kind in kinds:
-        torch.cuda.empty_cache()
-        held = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        calls[kind] = make_step(shape, kind, in_graph=False)
+    for kind in KINDS:
+        if table.device == "cuda":
+            torch.cuda.empty_cache()
+            held = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        calls[kind] = make_step(shape, kind, table.device, in_graph=False)
         for _ in range(2):
             calls[kind]()
-        torch.cuda.synchronize()
-        memory[kind] = torch.cuda.max_memory_allocated() - held
-    table.write(name, "training", in_turns(calls), against="torch", memory=memory)
-    calls = {kind: captured(make_step(shape, kind, in_graph=True)) for kind in kinds}
-    table.write(name, "training in a graph", in_turns(calls), against="torch")
+        if table.device == "cuda":
+            torch.cuda.synchronize()
+            memory[kind] = torch.cuda.max_memory_allocated() - held
+    times = in_turns(calls, table.device)
+    table.write(name, "training", times, against="torch", memory=memory)
+
+
+def measure_captured_training(name, shape, table) -> None:
+    """Measure whole training steps in CUDA graphs."""
+    calls = {}
+    for kind in KINDS:
+        step = make_step(shape, kind, table.device, in_graph=True)
+        calls[kind] = captured(step) if table.device == "cuda" else step
+    times = in_turns(calls, table.device)
+    table.write(name, "training in a graph", times, against="torch")
 
 
 # -- measuring and writing -------------------------------------------------------------
 
 
-def in_turns(calls, device="cuda", turns=TURNS) -> dict[str, list[tuple[float, float]]]:
+def timed(call, device) -> tuple[float, float]:
+    """Return milliseconds of the device and of the host."""
+    if device == "cuda":
+        return timed_on_gpu(call, device)
+    start = time.thread_time()
+    call()
+    spent = (time.thread_time() - start) * 1e3
+    return spent, spent
+
+
+def in_turns(calls, device, turns=TURNS) -> dict[str, list[tuple[float, float]]]:
     """Return the times of several calls, taken in turns."""
     for call in calls.values():
         for _ in range(WARM_UP):
@@ -305,10 +296,19 @@ class Table:
         "share_of_memory_speed",
     )
 
-    def __init__(self, file, facts: dict[str, str]) -> None:
+    def __init__(self, file, device: str, facts: dict[str, str]) -> None:
+        self.device = device
         self._file, self._facts = file, facts
         self._writer = csv.writer(file)
         self._writer.writerow([*self.columns, *facts])
+
+    def fail(self, case, work, error: Exception) -> None:
+        """Write and print that something could not be measured, and why."""
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        empty = [""] * (len(self.columns) - 3)
+        self._writer.writerow([case, work, reason, *empty, *self._facts.values()])
+        self._file.flush()
+        print(f"{case:17} {work:20} {reason}", flush=True)
 
     def write(self, case, work, times, *, against, memory=None, moved=0) -> None:
         """Write and print a row for each contender."""
@@ -332,142 +332,114 @@ class Table:
             print(f"{text}, {against} / this {ratio:6.2f}{more}", flush=True)
 
 
-def measure_on_gpu(table, seconds) -> None:
-    """Measure all cases for which there is time; the most wanted first."""
+WORK = {
+    "phase": measure_phase,
+    "training": measure_training,
+    "training in a graph": measure_captured_training,
+}
+ORDER = (
+    ("phase", "many small"),
+    ("training in a graph", "124 M, 1 x 256"),
+    ("training in a graph", "48 x 256, 1 x 128"),
+    ("training in a graph", "124 M, 8 x 1,024"),
+    ("training", "124 M, 1 x 256"),
+    ("training", "48 x 256, 1 x 128"),
+    ("training", "124 M, 8 x 1,024"),
+    ("phase", "medium"),
+    ("training in a graph", "355 M, 1 x 256"),
+    ("training in a graph", "355 M, 4 x 1,024"),
+    ("phase", "XL"),
+    ("training", "355 M, 1 x 256"),
+    ("training", "355 M, 4 x 1,024"),
+)
+"""The most wanted first."""
+TINY = {
+    "many small": [(8,)] * 30,
+    "medium": [(64, 8)] * 3,
+    "XL": [(64, 16)] * 3,
+    **{name: Shape(2, 16, 2, 1, 8, 31) for name in MODELS},
+}
+TINY_QUALITY = torch_quality.Size(Shape(1, 16, 2, 2, 8, 256), 12, 1e-3)
+
+
+def measure_everything(table, path, seconds, *, tiny: bool) -> None:
+    """Measure all cases for which there is time, and the quality at the end."""
     begin = time.perf_counter()
-    cases = CASES["cuda"]
-    work = [
-        *((measure_phase, name, shapes) for name, shapes in cases.items()),
-        *((measure_training, name, shape) for name, shape in MODELS.items()),
-    ]
-    for measure, name, case in work:
+    cases = TINY if tiny else CASES["cuda"] | MODELS
+    for work, name in ORDER:
         spent = time.perf_counter() - begin
-        if spent > 0.8 * seconds:
-            print(f"{name}: left out, {spent:.0f} of {seconds:.0f} seconds are spent")
+        if spent > 0.7 * seconds:
+            error = TimeoutError(f"left out, {spent:.0f} seconds are spent")
+            table.fail(name, work, error)
             continue
-        measure(name, case, table)
-        torch.cuda.empty_cache()
+        try:
+            WORK[work](name, cases[name], table)
+        except Exception as error:  # noqa: BLE001 - the other rows are wanted
+            table.fail(name, work, error)
+        gc.collect()
+        if table.device == "cuda":
+            with suppress(RuntimeError):  # an error of a kernel is reported again
+                torch.cuda.empty_cache()
+    left = seconds - (time.perf_counter() - begin)
+    size = TINY_QUALITY if tiny else torch_quality.SIZES[table.device]
+    quality = path.with_suffix(".quality.csv")
+    torch_quality.measure_all(table.device, quality, left, size)
     print(f"{time.perf_counter() - begin:.0f} seconds")
+
+
+CPU_CASES = {
+    "10 x 64": ([(64,)] * 10, 300),
+    "150 x 64": ([(64,)] * 150, 100),
+    "2,000 x 64": ([(64,)] * 2000, 20),
+    "150 x 16,384": ([(16_384,)] * 150, 20),
+    "10 x 1,000,000": ([(1_000_000,)] * 10, 12),
+}
+"""Shapes and turns."""
 
 
 def measure_on_cpu(table) -> None:
     """Compare our AdamW with torch's foreach AdamW on a CPU."""
-    for case, shapes in CASES["cpu"].items():
-        params = make_params(shapes, "cpu")
-        half = make_params(shapes, "cpu", torch.float16)
+    for case, (shapes, turns) in CPU_CASES.items():
         calls = {
-            "torch's foreach": torch.optim.AdamW(params, 1e-9, foreach=True).step,
-            "ours": optim.AdamW(params, 1e-9).step,
-            "ours, foreach": optim.AdamW(params, 1e-9, foreach=True).step,
-            "ours, masters": optim.AdamW(half, 1e-9, master_weights=True).step,
+            "torch's foreach": torch.optim.AdamW(
+                make_params(shapes, "cpu"), 1e-9, foreach=True
+            ).step,
+            "ours": our_update(make_params(shapes, "cpu")),
+            "ours, scaled": scaled_update(make_params(shapes, "cpu")),
+            "ours, masters": our_update(
+                make_params(shapes, "cpu", torch.float16), master_weights=True
+            ),
+            "ours, masters, scaled": scaled_update(
+                make_params(shapes, "cpu", torch.float16), master_weights=True
+            ),
         }
-        times = in_turns(calls, "cpu", turns=15)
+        times = in_turns(calls, "cpu", turns=turns)
         table.write(case, "update", times, against="torch's foreach")
 
 
-# -- quality ---------------------------------------------------------------------------
-
-QUALITY = Shape(10, 512, 8, 32, 256, 256)
-SEEDS = 3
-QUALITY_STEPS = 400
-KINDS = ("float32", "torch", "masters", "masters, bfloat16 moments")
-
-
-def read_text() -> torch.Tensor:
-    """Return the sources of Python's standard library as bytes, in one tensor."""
-    folder = Path(csv.__file__).parent
-    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+def scaled_update(params, **options):
+    """Return our update with what a scaler would have set."""
+    optimizer = optim.AdamW(params, 1e-9, **options)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    return optimizer.step
 
 
-def train_once(kind, seed, shape, steps, device):
-    """Return the mean loss of the last tenth of the steps, and the skipped steps."""
-    torch.manual_seed(seed)
-    text = read_text().to(device)
-    with torch.device(device):
-        model = GPT(shape)
-    if kind.startswith("masters"):
-        to_float16(model)
-        moments = torch.bfloat16 if "moments" in kind else None
-        optimizer = optim.AdamW(
-            model.parameters(), 6e-4, master_weights=True, moments_dtype=moments
-        )
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), 6e-4, fused=True)
-    make = torch.amp.GradScaler if kind == "torch" else GradScaler
-    scaler = make(device, growth_interval=200, enabled=kind != "float32")
-    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-4, steps)
-    generator = torch.Generator().manual_seed(seed)
-    losses, scales = [], [scaler.get_scale()]
-    for _ in range(steps):
-        starts = torch.randint(
-            len(text) - shape.tokens - 1, (shape.rows, 1), generator=generator
-        )
-        window = starts.to(device) + torch.arange(shape.tokens + 1, device=device)
-        tokens = text[window]
-        optimizer.zero_grad()
-        with torch.autocast(device, torch.float16, enabled=kind == "torch"):
-            logits = model(tokens[:, :-1]).flatten(0, 1).float()
-            loss = functional.cross_entropy(logits, tokens[:, 1:].reshape(-1))
-        scaler.scale(loss).backward()
-        if kind.startswith("masters"):
-            scaler.clip_grad_norm_(optimizer, CAP)
-        else:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), CAP)
-        scaler.step(optimizer)
-        scaler.update()
-        rates.step()
-        losses.append(loss.detach())
-        scales.append(scaler.get_scale())
-    skipped = sum(after < before for before, after in pairwise(scales))
-    last = torch.stack(losses[-steps // 10 :]).mean().item()
-    return last, skipped, sum(param.numel() for param in model.parameters())
-
-
-def measure_quality(
-    path, seconds, shape=QUALITY, steps=QUALITY_STEPS, device="cuda"
-) -> None:
-    """Train with every kind and seed for which there is time."""
-    begin = time.perf_counter()
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["kind", "seed", "loss", "skipped", "seconds", "memory_mb"])
-        for seed in range(SEEDS):
-            for kind in KINDS:
-                start = time.perf_counter()
-                if start - begin > 0.9 * seconds:
-                    print(f"{kind}, seed {seed}: left out, there is no time")
-                    continue
-                if device == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                loss, skipped, size = train_once(kind, seed, shape, steps, device)
-                spent = time.perf_counter() - start
-                memory = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-                row = [kind, seed, f"{loss:.4f}", skipped, f"{spent:.1f}"]
-                writer.writerow([*row, f"{memory / 2**20:.0f}"])
-                file.flush()
-                print(*row, f"{memory / 2**20:.0f} MB, {size:,} weights", flush=True)
-
-
-def main(device: str, path: Path, seconds: float) -> None:
-    if device == "quality":
-        measure_quality(path, seconds)
-        return
-    facts = {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
+def main(work: str, path: Path, seconds: float) -> None:
+    facts = describe("torch", "triton") | {"threads": str(torch.get_num_threads())}
+    device = "cuda" if work == "cuda" else "cpu"
     if device == "cuda":
-        import triton
-
         facts["gpu"] = torch.cuda.get_device_name()
-        facts["triton"], facts["cuda"] = triton.__version__, str(torch.version.cuda)
+        facts["cuda"] = str(torch.version.cuda)
     with path.open("w", newline="") as file:
-        table = Table(file, facts)
-        if device == "cuda":
-            measure_on_gpu(table, seconds)
-        else:
+        table = Table(file, device, facts)
+        if work == "cpu":
             measure_on_cpu(table)
+        else:
+            measure_everything(table, path, seconds, tiny=work == "rehearse")
 
 
 if __name__ == "__main__":
-    limit = float(sys.argv[3]) if len(sys.argv) > 3 else 120.0
+    if sys.argv[1] != "cuda":
+        torch.set_num_threads(1)
+    limit = float(sys.argv[3]) if len(sys.argv) > 3 else 540.0
     main(sys.argv[1], Path(sys.argv[2]), limit)

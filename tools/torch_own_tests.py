@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run PyTorch's own GradScaler tests with its class replaced by ours.
+"""Run PyTorch's own tests with its GradScaler, or its optimizers, replaced by ours.
 
-    python tools/torch_own_tests.py FOLDER                our class
+    python tools/torch_own_tests.py FOLDER                our GradScaler
+    python tools/torch_own_tests.py FOLDER --optimizers   our AdamW, Adam and SGD
     python tools/torch_own_tests.py FOLDER --torchs-own   PyTorch's, to try the tests
     python tools/torch_own_tests.py FOLDER -k pickle -x   the rest goes to pytest
 
@@ -14,8 +15,14 @@ a test module is imported; the tests of the table run and no others; each gets a
 its own. The exit status is 1 if one fails or if one of the table is not found, and 2 if
 nothing could be run.
 
-Not in the table: tests that need FSDP or several processes, MPS or XPU, and those of
-Inductor, which call an op and no scaler.
+The optimizers are registered in `optim_db`, the table of PyTorch's optimizer tests, in
+the place of torch's; its other optimizers are left out. With TRITON_INTERPRET=1 our
+kernels update, in Triton's interpreter: it takes about 20 minutes without the tests of
+many hundred steps (-k "not direction and not rosenbrock and not tensor_lr"). Not run
+are PyTorch's tests of `differentiable=True`, which our classes refuse.
+
+Not in the table of the scaler: tests that need FSDP or several processes, MPS or XPU,
+and those of Inductor, which call an op and no scaler.
 """
 
 import argparse
@@ -104,8 +111,70 @@ LISTED = (
     ),
 )
 
-FILES = [group.file for group in LISTED]
-NEEDS = {(g.owner, test): g.needs for g in LISTED for test in g.tests}
+_EVERY_DEVICE = (
+    "test_optim_infos_do_not_specify_global_cliquey_kwargs",
+    "test_errors",
+    "test_forloop_goes_right_direction",
+    "test_param_group_with_lrscheduler_goes_right_direction",
+    "test_tensor_lr",
+    "test_rosenbrock_sparse",
+    "test_complex",
+    "test_complex_2d",
+    "test_adamw_serialization",
+    "test_foreach_matches_forloop",
+    "test_fused_matches_forloop",
+    "test_fused_error_on_params_on_meta",
+    "test_param_groups_weight_decay",
+    "test_param_groups_lr",
+    "test_step_is_noop_when_params_have_no_grad",
+    "test_step_is_noop_for_zero_grads",
+    "test_grads_are_never_inplaced_into",
+    "test_optimizer_can_be_printed",
+    "test_state_dict_deterministic",
+    "test_can_load_older_state_dict",
+    "test_can_load_from_to_named_state_dict",
+    "test_save_load_equality_with_weights_only",
+    "test_load_nontensor_step",
+    "test_state_dict_pre_hook",
+    "test_state_dict_post_hook",
+    "test_state_dict_pre_post_hook",
+    "test_load_state_dict_pre_hook_and_prepend",
+    "test_load_state_dict_post_hook",
+    "test_load_state_dict_pre_post_hook",
+    "test_step_post_hook",
+    "test_step_pre_hook",
+    "test_step_all_hooks",
+    "test_deepcopy_copies_all_public_attrs",
+    "test_non_empty_state",
+    "test_step_iteration",
+)
+_CUDA_ONLY = (
+    "test_set_default_dtype_works_with_foreach",
+    "test_foreach_large_tensor",
+    "test_peak_memory_foreach",
+    "test_fused_large_tensor",
+    "test_fused_does_not_step_if_foundinf",
+    "test_cpu_load_state_dict",
+    "test_state_dict_with_cuda_params",
+    "test_fused_cpu_matches_cuda",
+    "test_defaults_changed_to_foreach",
+    "test_fused_mixed_precision_state_init",
+    "test_fused_mixed_precision_hook_skips_existing_state",
+    "test_fused_mixed_precision_numerics",
+)
+_TWO_DEVICES = (
+    "test_forloop_goes_right_direction_multigpu",
+    "test_mixed_device_dtype",
+)
+OF_OPTIMIZERS = tuple(
+    Group("test/test_optim.py", "TestOptimRenewed", needs, tests)
+    for needs, tests in (
+        (ANY, _EVERY_DEVICE),
+        (CUDA, _CUDA_ONLY),
+        (TWO, _TWO_DEVICES),
+    )
+)
+OPTIMIZERS = ("Adam", "AdamW", "SGD")
 
 DEPRECATED = (
     "`torch.{0}.amp.GradScaler(args...)` is deprecated. "
@@ -142,7 +211,35 @@ def rebind(ours: type) -> None:
     assert all(issubclass(place.GradScaler, ours) for place in places)
 
 
-def listed(owner: str, name: str) -> tuple[str, str] | None:
+def needs_of(groups: tuple[Group, ...]) -> dict[tuple[str, str], str]:
+    """Return what each test of a table needs, by class and name."""
+    return {(g.owner, test): g.needs for g in groups for test in g.tests}
+
+
+def register_optimizers(kind) -> None:
+    """Leave `optim_db` three optimizers, those of a module.
+
+    Args:
+        kind: Has the classes: `lossscale.torch.optim` or `torch.optim`.
+    """
+    from torch.testing._internal import common_optimizers
+
+    infos = [info for info in common_optimizers.optim_db if info.name in OPTIMIZERS]
+    assert [info.name for info in infos] == list(OPTIMIZERS)
+    for info in infos:
+        info.optim_cls = getattr(kind, info.name)
+        info.supported_impls = tuple(
+            name for name in info.supported_impls if name != "differentiable"
+        )
+    common_optimizers.optim_db[:] = infos
+    for place in (torch.optim, common_optimizers):
+        for name in OPTIMIZERS:
+            setattr(place, name, getattr(kind, name))
+
+
+def listed(
+    needs: dict[tuple[str, str], str], owner: str, name: str
+) -> tuple[str, str] | None:
     """Class and name, in the table, of a test as it was collected.
 
     PyTorch makes a class for each kind of device, and appends the parameters, the
@@ -150,7 +247,7 @@ def listed(owner: str, name: str) -> tuple[str, str] | None:
     """
     fits = [
         (in_table, test)
-        for in_table, test in NEEDS
+        for in_table, test in needs
         if re.fullmatch(f"{in_table}(CPU|CUDA)?", owner)
         and f"{name}_".startswith(f"{test}_")
     ]
@@ -160,7 +257,8 @@ def listed(owner: str, name: str) -> tuple[str, str] | None:
 class Recorder:
     """A pytest plugin: keeps the tests of the table alone, and what became of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, needs: dict[tuple[str, str], str]) -> None:
+        self.needs = needs
         self.origin = {}  # what was collected: the test of the table it comes from
         self.outcomes = {}
         self.reasons = {}
@@ -169,7 +267,7 @@ class Recorder:
     def pytest_collection_modifyitems(self, items):
         """Drop what is not in the table."""
         for item in items:
-            origin = item.cls and listed(item.cls.__name__, item.name)
+            origin = item.cls and listed(self.needs, item.cls.__name__, item.name)
             if origin:
                 self.origin[item.nodeid] = origin
         items[:] = [item for item in items if item.nodeid in self.origin]
@@ -201,7 +299,7 @@ def tell(recorder: Recorder) -> bool:
         why = recorder.reasons.get(nodeid)
         name = ".".join(nodeid.split("::")[1:])
         print(f"{outcome:9} {name}" + (f"  ({why})" if why else ""))
-    missing = [test for test in NEEDS if test not in recorder.origin.values()]
+    missing = [test for test in recorder.needs if test not in recorder.origin.values()]
     for owner, test in missing:
         print(f"not found {owner}.{test}")
     tell_unused(recorder)
@@ -216,15 +314,19 @@ def tell_unused(recorder: Recorder) -> None:
         outcomes.setdefault(recorder.origin[nodeid], set()).add(outcome)
     for (owner, test), seen in outcomes.items():
         if seen == {"skipped"}:
-            print(f"nowhere   {owner}.{test}  (needs {NEEDS[owner, test]})")
+            print(f"nowhere   {owner}.{test}  (needs {recorder.needs[owner, test]})")
 
 
-def our_class() -> type:
+def replace(*, optimizers: bool) -> None:
+    """Put ours in the place of PyTorch's."""
     try:
-        from lossscale.torch import GradScaler
+        from lossscale.torch import GradScaler, optim
     except ImportError as error:
-        stop(f"There is no lossscale.torch.GradScaler to try: {error}")
-    return GradScaler
+        stop(f"There is no lossscale.torch to try: {error}")
+    if optimizers:
+        register_optimizers(optim)
+    else:
+        rebind(GradScaler)
 
 
 def stop(message: str) -> None:
@@ -232,12 +334,12 @@ def stop(message: str) -> None:
     raise SystemExit(2)
 
 
-def check(folder: Path) -> list[str]:
+def check(folder: Path, files: list[str]) -> list[str]:
     """The test files that FOLDER has; ends the program if it has none."""
     if importlib.util.find_spec("expecttest") is None:
         stop("torch.testing._internal needs the package expecttest.")
-    present = [file for file in FILES if (folder / file).is_file()]
-    absent = [file for file in FILES if file not in present]
+    present = [file for file in files if (folder / file).is_file()]
+    absent = [file for file in files if file not in present]
     tag = f"v{torch.__version__.partition('+')[0]}"
     if absent:
         print(
@@ -250,11 +352,11 @@ def check(folder: Path) -> list[str]:
     return present
 
 
-def run(folder: Path, more: list[str]) -> int:
-    files = check(folder)
+def run(folder: Path, groups: tuple[Group, ...], more: list[str]) -> int:
+    files = check(folder, list(dict.fromkeys(group.file for group in groups)))
     # At the end: some folders of PyTorch's test/ are called like packages.
     sys.path.append(str(folder / "test"))
-    recorder = Recorder()
+    recorder = Recorder(needs_of(groups))
     status = pytest.main(
         [
             *(str(folder / file) for file in files),
@@ -286,10 +388,16 @@ def main() -> int:
     parser.add_argument(
         "--torchs-own", action="store_true", help="leave PyTorch's class in its place"
     )
+    parser.add_argument(
+        "--optimizers", action="store_true", help="run the tests of the optimizers"
+    )
     arguments, more = parser.parse_known_args()
     if not arguments.torchs_own:
-        rebind(our_class())
-    return run(arguments.folder.resolve(), more)
+        replace(optimizers=arguments.optimizers)
+    elif arguments.optimizers:
+        register_optimizers(torch.optim)
+    groups = OF_OPTIMIZERS if arguments.optimizers else LISTED
+    return run(arguments.folder.resolve(), groups, more)
 
 
 if __name__ == "__main__":

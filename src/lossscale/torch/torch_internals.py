@@ -16,7 +16,18 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
+foreach_mul: Callable[..., Sequence[torch.Tensor]] = torch._foreach_mul
+foreach_neg: Callable[..., Sequence[torch.Tensor]] = torch._foreach_neg
+foreach_add: Callable[..., Sequence[torch.Tensor]] = torch._foreach_add
+foreach_sqrt: Callable[..., Sequence[torch.Tensor]] = torch._foreach_sqrt
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
+foreach_div_: Callable[..., None] = torch._foreach_div_
+foreach_add_: Callable[..., None] = torch._foreach_add_
+foreach_lerp_: Callable[..., None] = torch._foreach_lerp_
+foreach_addcmul_: Callable[..., None] = torch._foreach_addcmul_
+foreach_addcdiv_: Callable[..., None] = torch._foreach_addcdiv_
+foreach_maximum_: Callable[..., None] = torch._foreach_maximum_
+foreach_copy_: Callable[..., None] = torch._foreach_copy_
 
 foreach_unscale_: Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], object]
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_

@@ -9,6 +9,7 @@ optimizer.py  what the three have in common: the step, masters, state dicts
 adam.py       Adam and AdamW
 sgd.py        SGD
 eager.py      a step by torch's own functions, on any device
+host.py       Adam on a CPU, in runs that fit into the cache
 plan.py       which parameters the kernels update and which torch's functions do
 kernels/      Triton kernels
 """

@@ -9,6 +9,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from lossscale.torch.distributed.dtensor import local_shard
+from lossscale.torch.optim import host
 from lossscale.torch.optim.eager import (
     HostScale,
     Workspace,
@@ -17,6 +18,7 @@ from lossscale.torch.optim.eager import (
     working_dtype,
 )
 from lossscale.torch.optim.optimizer import (
+    HALF,
     MASTER,
     Options,
     ScaledOptimizer,
@@ -81,6 +83,44 @@ class _AdamStep(ScaledOptimizer):
         return tables
 
     def _update_group(self, group: dict[str, Any], scale: HostScale) -> None:
+        if not self._update_on_host(group, scale):
+            self._update_by_torch(group, scale)
+        self._write_back(group["params"], scale)
+
+    def _update_on_host(self, group: dict[str, Any], scale: HostScale) -> bool:
+        """Update a group that `host.update` can take; whether it could."""
+        params = group["params"]
+        names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
+        try:
+            states = list(map(self.state.__getitem__, params))
+            kept = [[state[name] for state in states] for name in names]
+            steps = [state["step"] for state in states]
+        except KeyError:
+            return False  # torch's own function makes what is kept
+        masters: list[torch.Tensor | None] = [None] * len(params)
+        if self._options.master_weights:
+            masters = [state.get(MASTER) for state in states]
+            if any(
+                master is None and param.dtype in HALF
+                for master, param in zip(masters, params, strict=True)
+            ):
+                return False
+        pairs = list(zip(params, masters, strict=True))
+        columns = host.Columns(
+            [param if master is None else master for param, master in pairs],
+            [param.grad for param in params],
+            kept[0],
+            kept[1],
+            kept[2] if group["amsgrad"] else [],
+            [None if master is None else param for param, master in pairs],
+        )
+        if not host.can_update(group, columns):
+            return False
+        host.update(columns, steps, group, scale.inverse)
+        return True
+
+    def _update_by_torch(self, group: dict[str, Any], scale: HostScale) -> None:
+        """Update a group by torch's function, which makes the state that is missing."""
         params = group["params"]
         if self._options != Options():
             for param in params:
@@ -123,7 +163,7 @@ class _AdamStep(ScaledOptimizer):
             maximize=group["maximize"],
         )
         work.write()
-        self._finish_group(params, scale)
+        self._round_masters(params)
 
 
 class Adam(_AdamStep, torch.optim.Adam):

@@ -101,7 +101,8 @@ def choose_foreach(
     float64 both give the same bits.
     """
     chosen: bool | None = group["foreach"]
-    if chosen is not None or group["fused"] or torch.is_tensor(group["lr"]):
+    numbers = (group["lr"], *group.get("betas", ()))
+    if chosen is not None or group["fused"] or any(map(torch.is_tensor, numbers)):
         return chosen
     are_plain = all(
         type(weight) in (torch.Tensor, torch.nn.Parameter)

@@ -163,13 +163,16 @@ class ScaledOptimizer(torch.optim.Optimizer):
         """Update parameters that have gradients."""
         raise NotImplementedError
 
-    def _finish_group(self, params: list[torch.Tensor], scale: HostScale) -> None:
-        """Round masters to their parameters; write gradients back, if asked to."""
+    def _round_masters(self, params: list[torch.Tensor]) -> None:
+        """Write masters, rounded, to their parameters."""
         if self._options.master_weights:
             for param in params:
                 weight = self._weight(param)
                 if weight is not param:
                     param.copy_(weight)
+
+    def _write_back(self, params: list[torch.Tensor], scale: HostScale) -> None:
+        """Unscale the gradients in place, if that was asked for."""
         if self._options.write_back and scale.inverse is not None:
             for param in params:
                 if param.grad is not None:

@@ -170,7 +170,8 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
         for param, buffer in zip(params, buffers, strict=False):
             if buffer is not None and self.state[param].get(BUFFER) is None:
                 self.state[param][BUFFER] = buffer.to(self.state_dtype(param))
-        self._finish_group(params, scale)
+        self._round_masters(params)
+        self._write_back(params, scale)
 
     def _own_grad(
         self,
