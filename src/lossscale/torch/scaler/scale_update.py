@@ -88,6 +88,8 @@ class HostOutcome(NamedTuple):
     skipped: bool
     too_large: bool
     loss_nonfinite: bool | None
+    applied: bool
+    """Every optimizer took its step."""
 
 
 def torch_policy(
@@ -151,12 +153,15 @@ class ScaleUpdate:
 
     def advance_numbers(self, state: ScaleState, outcome: HostOutcome) -> ScaleState:
         """Return the next state, of Python numbers."""
+        if outcome.too_large:
+            return state  # as `advance` says, without a choice between two states
         signal = Signal(
-            finite=not outcome.found_inf,
-            loss_finite=_negate(outcome.loss_nonfinite),
-            too_large=outcome.too_large,
+            finite=not outcome.found_inf, loss_finite=_negate(outcome.loss_nonfinite)
         )
-        moved = self._advance(state, signal, _pick)
+        if type(self.policy) is Dynamic:
+            moved = self.step(state, signal, where=_pick)
+        else:
+            moved = self._advance(state, signal, _pick)
         return moved._replace(scale=as_float32(moved.scale))
 
     # -- on tensors --------------------------------------------------------------------
