@@ -356,10 +356,12 @@ class GradScaler(torch.amp.GradScaler):
         losses: Any = outputs
         if type(losses) is torch.Tensor:
             # torch.compile refuses to trace torch's own method.
-            if self._scale is None:
-                self._init_scale_on(losses.device)
-            scale = cast("torch.Tensor", self._scale)
-            scaled = losses * scale.to(losses.device, non_blocking=True)
+            scale = self._scale
+            if scale is None:
+                scale = self._init_scale_on(losses.device)
+            if scale.device != losses.device:
+                scale = scale.to(losses.device, non_blocking=True)
+            scaled = losses * scale
         else:
             scaled = super().scale(losses)
         if not torch.compiler.is_compiling():
@@ -371,17 +373,18 @@ class GradScaler(torch.amp.GradScaler):
                 iteration.note_loss(losses)
         return cast("Outputs", scaled)
 
-    def _init_scale_on(self, device: torch.device) -> None:
+    def _init_scale_on(self, device: torch.device) -> torch.Tensor:
         """Make torch's two tensors, also where that is being compiled."""
         if not torch.compiler.is_compiling():
             self._lazy_init_scale_growth_tracker(device)
-            return
-        self._scale = torch.full(
-            (), self._init_scale, dtype=torch.float32, device=device
-        )
-        self._growth_tracker = torch.full(
-            (), self._init_growth_tracker, dtype=torch.int32, device=device
-        )
+        else:
+            self._scale = torch.full(
+                (), self._init_scale, dtype=torch.float32, device=device
+            )
+            self._growth_tracker = torch.full(
+                (), self._init_growth_tracker, dtype=torch.int32, device=device
+            )
+        return cast("torch.Tensor", self._scale)
 
     @uncompiled
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
@@ -940,14 +943,15 @@ class GradScaler(torch.amp.GradScaler):
         self._current = None
         if outcomes is not None:
             update = _KEEP_SCALE if new_scale is not None else self._current_update()
-            report = self._advance(iteration, outcomes, update, scale, growth_tracker)
+            report, applied = self._advance(
+                iteration, outcomes, update, scale, growth_tracker
+            )
         if isinstance(new_scale, float):
             scale.fill_(new_scale)
         elif new_scale is not None:
             scale.copy_(new_scale.reshape(()))
         if outcomes is not None:
-            on_host = all(outcome.summary.is_on_host for outcome in outcomes)
-            self._history.add(report, on_host=on_host)
+            self._history.add(report, applied=applied)
 
     def _advance(
         self,
@@ -956,8 +960,13 @@ class GradScaler(torch.amp.GradScaler):
         update: ScaleUpdate,
         scale: torch.Tensor,
         growth_tracker: torch.Tensor,
-    ) -> StepReport:
-        """Advance the state by what was found; return the report of the step."""
+    ) -> tuple[StepReport, bool | None]:
+        """Advance the state by what was found.
+
+        Returns:
+            The report of the step, and whether every optimizer took it; `None` if the
+            host does not know yet.
+        """
         if self._is_on_host is None:
             self._place_state()
         self._reports += 1
@@ -968,6 +977,7 @@ class GradScaler(torch.amp.GradScaler):
             self._state.advance_on_host(scale, growth_tracker, update, found)
             if found.loss_nonfinite is not None:
                 loss_nonfinite = found.loss_nonfinite
+            applied: bool | None = found.applied
         else:
             flags = outcome.device_outcome(iteration, outcomes, scale.device)
             tensors = self._state.tensors(scale, growth_tracker, self._scale_update)
@@ -981,14 +991,18 @@ class GradScaler(torch.amp.GradScaler):
             if flags.loss_nonfinite is not None:
                 device_loss = GradientSummary.of_flag(flags.loss_nonfinite, scale)
                 device_loss.publish(self._pool)
-        return StepReport(
+            applied = None
+        report = StepReport(
             self._reports,
             outcomes,
             self._options.names,
             loss_nonfinite,
             device_loss,
-            self._sampler.take(iteration),
+            self._sampler.take(iteration) if self._sampler.is_listening else None,
         )
+        if applied is None and all(one.summary.is_on_host for one in outcomes):
+            applied = report.applied
+        return report, applied
 
     def discard(self) -> None:
         """Drop the current iteration: start again with a new backward pass.
@@ -1121,10 +1135,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _is_overridden(self, *names: str) -> bool:
         """Whether a subclass, or an assignment to this object, replaces a method."""
-        replaced = self.__dict__
+        replaced, own = self.__dict__, type(self)
         for name in names:
-            method = getattr(type(self), name)
-            if name in replaced or not method.__module__.startswith(_PACKAGE):
+            method = getattr(own, name)
+            if name in replaced:
+                return True
+            if method is not _OWN[name] and not method.__module__.startswith(_PACKAGE):
                 return True
         return False
 
@@ -1271,6 +1287,9 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _PACKAGE = f"{__package__}."
+
+_OWN = dict(vars(GradScaler))
+"""The methods as they are here, which most scalers have."""
 
 _KEEP_SCALE = ScaleUpdate(Fixed(), in_float64=False)
 """Counts a step, and leaves the scale to the caller."""

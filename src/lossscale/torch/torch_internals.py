@@ -38,6 +38,9 @@ flatten: Callable[[list[torch.Tensor]], torch.Tensor] = (
 )
 """Copies the elements of tensors to one tensor of one dimension."""
 
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""`torch.no_grad` takes as long as reading ten small tensors does."""
+
 all_addresses_equal: (
     Callable[[Sequence[torch.Tensor], list[int], list[int]], bool] | None
 )

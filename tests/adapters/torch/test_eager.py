@@ -29,7 +29,8 @@ CASES = gpu_cases.cases("cpu", chunk=128, many=300)
 def measure_on_host(grads, scale, inverse, request, bounds):
     """Return the host's summary as a buffer, as the device's is."""
     layout = host.HostLayout(grads, bounds)
-    numbers, amaxes = host.measure(grads, scale.item(), inverse.item(), request, layout)
+    inverse = inverse.item()
+    numbers, amaxes, _ = host.measure(grads, scale.item(), inverse, request, layout)
     return torch.tensor(numbers + (amaxes or []))
 
 

@@ -386,3 +386,46 @@ def test_a_scheduler_that_comes_late_does_not_catch_up():
     step(scaler, optimizer, 1.0, [weight])
     scaler.step_scheduler(scheduler)
     assert [0.5] == scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("scalars", [False, True], ids=["matrices", "scalars"])
+def test_names_are_those_of_their_step_however_late_they_are_read(scalars):
+    shapes = [(), ()] if scalars else [(3, 4), (4,), (2, 4), (2, 2, 2)]
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    names = [(f"p{index}", param) for index, param in enumerate(params)]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0, names=names))
+    reports = []
+    for bad, value in ((1, math.nan), (0, -math.inf), (len(params) - 1, math.inf)):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        params[bad].grad.view(-1)[-1] = value
+        scaler.step(optimizer)
+        scaler.update()
+        reports.append(scaler.last_step)
+        for param in params:  # as zero_grad(set_to_none=False) and a backward pass do
+            param.grad.fill_(5.0)
+    found = [(report.reason, report.nonfinite) for report in reports]
+    last = f"p{len(params) - 1}"
+    expected = [
+        ("nan", {"p1": "nan"}),
+        ("inf", {"p0": "inf"}),
+        ("inf", {last: "inf"}),
+    ]
+    assert expected == found
+
+
+def test_many_small_gradients_of_several_shapes_are_told_apart():
+    shapes = [(3, 4), (4,), (2, 2, 4)] * 20
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    names = [(f"p{index}", param) for index, param in enumerate(params)]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler = started(ls.GradScaler("cpu", init_scale=8.0, names=names))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    for index, value in ((7, math.inf), (32, math.nan), (59, -math.inf)):
+        params[index].grad.view(-1)[0] = value
+    scaler.step(optimizer)
+    scaler.update()
+    expected = {"p7": "inf", "p32": "nan", "p59": "inf"}
+    assert expected == scaler.last_step.nonfinite

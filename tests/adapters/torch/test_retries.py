@@ -80,7 +80,7 @@ def test_a_check_that_was_interrupted_is_taken_again(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(
-            "lossscale.torch.inspection.groups.GradientGroups.measure", interrupted
+            "lossscale.torch.inspection.host.HostReader.measure", interrupted
         )
         with pytest.raises(KeyboardInterrupt):
             scaler.step(optimizer)

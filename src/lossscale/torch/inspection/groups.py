@@ -93,15 +93,17 @@ class GradientGroups:
             kept_tables: Where to keep the tables that a CUDA graph will read.
             shardings: The sharding of each of them, if other ranks have parts of them.
         """
-        self._layout = layout_of(grads)
-        self._count = len(grads)
-        self._shardings = shardings
+        self.layout = layout_of(grads)
+        self.count = len(grads)
+        self.shardings = shardings
         self.is_overlapping = any(map(_is_overlapping, grads))
         self.is_foreign = any(not _is_plain(grad) for grad in grads)
         """Whether a gradient is of a tensor subclass that only torch can unscale."""
         self.half_indices = [
             index for index, grad in enumerate(grads) if grad.dtype is torch.float16
         ]
+        self.may_be_refused = bool(self.half_indices) or self.is_overlapping
+        """Whether they cannot be unscaled in place, or only if that is allowed."""
         self.has_sparse = any(grad.layout is torch.sparse_coo for grad in grads)
         self.groups: list[Group] = []
         self.bounds: list[float] = []
@@ -109,10 +111,10 @@ class GradientGroups:
         self.states_seen: int | None = None
         """How many parameters had an optimizer state when the bounds were set."""
         self._orders: dict[torch.device, torch.Tensor] = {}
-        self._host_layout: host.HostLayout | None = None
-        """If all gradients are in the host's memory."""
-        self._scale_on_host = self._inverse_on_host = 1.0
-        """The last scale, and its inverse."""
+        self._reader: host.HostReader | None = None
+        self.dense_reader: host.HostReader | None = None
+        """Reads the gradients if all are dense and in the host's memory: then there is
+        nothing else to do."""
         if self.is_foreign:
             return
         self.bounds = [LIMITS[to_dense(grad).dtype] for grad in grads]
@@ -131,29 +133,19 @@ class GradientGroups:
             self.groups.append(Group(device, members, kernels, is_dense, sharding))
         self.is_single = len(self.groups) == 1
         first = self.groups[0] if self.groups else None
-        self.is_on_host = (
-            first is not None
-            and self.is_single
-            and first.kernels is None
-            and first.device.type == "cpu"
-        )
-        """Whether torch's operations read all of them, in the host's memory."""
-
-    def fits(
-        self, grads: list[torch.Tensor], shardings: list[Sharding] | None = None
-    ) -> bool:
-        """Whether gradients are still laid out and sharded as these were."""
-        return (
-            len(grads) == self._count
-            and self._shardings == shardings
-            and self._layout.check(*grads)
-        )
+        if first is None or not self.is_single or first.kernels is not None:
+            return
+        if first.device.type == "cpu":
+            self._reader = host.HostReader(first.device)
+            self.dense_reader = self._reader if first.is_dense else None
 
     def set_bounds(self, bounds: list[float]) -> None:
         """Set what each gradient may be once unscaled."""
         if bounds == self.bounds:
             return
-        self.bounds, self._host_layout = bounds, None
+        self.bounds = bounds
+        if self._reader is not None:
+            self._reader.forget_layout()
         for group in self.groups:
             if group.kernels is not None:
                 group.kernels.set_bounds([bounds[index] for index in group.indices])
@@ -173,27 +165,11 @@ class GradientGroups:
             carried: The scale that they carry.
             request: What to measure.
         """
-        if not self.is_on_host:
+        if self._reader is None:
             buffers = self.measure_groups(grads, carried, request)
             return self.merge(buffers, carried.known.device, request)
-        group = self.groups[0]
-        own = grads if group.is_dense else [to_dense(grad) for grad in grads]
-        if carried.scale is None:
-            scale, inverse = carried.on_host()
-        else:
-            scale = carried.scale.item()
-            if scale != self._scale_on_host:
-                self._scale_on_host = scale
-                self._inverse_on_host = host.invert(scale)
-            inverse = self._inverse_on_host
-        layout = self._host_layout
-        if layout is None:
-            layout = self._host_layout = host.HostLayout(own, self.bounds)
-        measured = host.measure(own, scale, inverse, request, layout)
-        summary = GradientSummary(*measured, None, self.bounds)
-        # A copy takes a third of the time of a new tensor.
-        flag = _FLAGS[measured.numbers[FOUND_INF]].clone()
-        return summary, {group.device: flag}
+        own = self._select(self.groups[0], grads)
+        return self._reader.measure(own, carried, request, self.bounds)
 
     def measure_groups(
         self,
@@ -266,10 +242,8 @@ class GradientGroups:
         self, grads: list[torch.Tensor], factor: float | torch.Tensor
     ) -> None:
         """Multiply the gradients by one float32 number, in place."""
-        if self._host_layout is not None and isinstance(factor, float):
-            is_dense = self.groups[0].is_dense
-            own = grads if is_dense else [to_dense(grad) for grad in grads]
-            host.multiply_by_float_(own, factor, self._host_layout)
+        if self._reader is not None and isinstance(factor, float):
+            self._reader.multiply_(self._select(self.groups[0], grads), factor)
             return
         for group in self.groups:
             own = self._select(group, grads)
@@ -291,12 +265,6 @@ class GradientGroups:
 def make_flag(value: float, device: torch.device) -> torch.Tensor:
     """Return a flag as torch's protocol has it: one float32 number."""
     return torch.full((), value, dtype=torch.float32, device=device)
-
-
-_FLAGS = {
-    value: torch.full((), value, dtype=torch.float32, device="cpu")
-    for value in (0.0, 1.0)
-}
 
 
 def any_flag(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -343,7 +311,7 @@ def _measure_eagerly(
     if device.type == "cpu":
         scale_and_inverse = carried.on_host()
         layout = host.HostLayout(grads, bounds)
-        numbers, amaxes = host.measure(grads, *scale_and_inverse, request, layout)
+        numbers, amaxes, _ = host.measure(grads, *scale_and_inverse, request, layout)
         # A part says the magnitude of each tensor, so that the whole can.
         listed = amaxes or [0.0] * len(grads)
         return torch.tensor(numbers + listed, dtype=torch.float32, device="cpu")

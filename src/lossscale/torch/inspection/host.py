@@ -10,8 +10,9 @@ All functions take dense real tensors of a CPU; some of them may have no element
 """
 
 import math
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,11 +24,27 @@ from lossscale.torch.inspection.eager import (
     norms_of,
 )
 from lossscale.torch.inspection.request import EPSILON, LIMITS, InspectionRequest
-from lossscale.torch.inspection.summary import NOT_MEASURED
-from lossscale.torch.torch_internals import flatten, foreach_norm, foreach_unscale_
+from lossscale.torch.inspection.summary import (
+    FOUND_INF,
+    NOT_MEASURED,
+    GradientSummary,
+)
+from lossscale.torch.torch_internals import (
+    flatten,
+    foreach_norm,
+    foreach_unscale_,
+    set_grad_enabled,
+)
+
+if TYPE_CHECKING:
+    from lossscale.torch.inspection.groups import CarriedScale, FoundInf
 
 FLAT_ELEMENTS = 2**18
 """Up to so many elements in all, gradients are copied to one tensor to be read."""
+
+KEPT_ELEMENTS = 2**14
+"""Up to so many, that copy is kept of a step that overflowed, until the report is asked
+which tensors did: 64 KiB for each of the reports that a history keeps."""
 
 _LOST_TO_UNDERFLOW = 2.0**-45
 """Squares of a float32 norm below this may have lost too much to underflow."""
@@ -38,6 +55,8 @@ class HostMeasurement(NamedTuple):
 
     numbers: list[float]
     amax_per_tensor: list[float] | None
+    unread: Callable[[], list[float]] | None = None
+    """Returns the magnitudes, if they were left for later."""
 
 
 class HostLayout:
@@ -68,19 +87,158 @@ class HostLayout:
         """Whether one foreach operation can take all of them."""
         self.is_float32 = self.is_plain and torch.float32 in dtypes
         self.is_small = self.is_float32 and sum(counts) <= FLAT_ELEMENTS
-        self.ends = torch.tensor(list(accumulate(counts)), device="cpu")
-        """Where each of them ends if all are copied to one tensor."""
-        self.factor = torch.ones((), dtype=torch.float32, device="cpu")
-        self.ignored_flag = torch.zeros((), dtype=torch.float32, device="cpu")
+        self._rows = _group_by_row(grads) if self.is_small else None
+        self._order: list[int] | None = None
+        """Which gradient each stretch of the copy is, if their order is another."""
+        if self._rows is not None and len(self._rows) > 1:
+            self._order = [index for rows in self._rows for index in rows]
+            counts = [counts[index] for index in self._order]
+        self._lengths = torch.tensor(counts, device="cpu")
+        self._factor = torch.ones((), dtype=torch.float32, device="cpu")
+        self._factor_as_float = 1.0
+        self._ignored_flag = torch.zeros((), dtype=torch.float32, device="cpu")
+
+    def read(
+        self, grads: list[torch.Tensor], kept_elements: int
+    ) -> tuple[float, list[float] | None, Callable[[], list[float]] | None]:
+        """Return the norm of small gradients; if it is not finite, their magnitudes.
+
+        They are copied to one tensor first. A view of each, which `flatten` makes,
+        takes four times as long as its copy.
+
+        Args:
+            grads: The gradients.
+            kept_elements: Up to so many elements, what returns the magnitudes is
+                returned instead of them; it keeps the copy.
+        """
+        rows = self._rows
+        if rows is None:
+            copy = flatten(grads) if len(grads) > 1 else grads[0].clone()
+        elif len(rows) == 1:
+            copy = torch.cat(grads)
+        else:
+            copy = flatten([torch.cat([grads[index] for index in own]) for own in rows])
+        # float32 numbers have finite squares in float64.
+        norm: float = torch.linalg.vector_norm(copy, dtype=torch.float64).item()
+        if math.isfinite(norm):
+            return norm, None, None
+        if copy.numel() <= kept_elements:
+            return norm, None, partial(self._amax_in, copy)
+        return norm, self._amax_in(copy), None
+
+    def _amax_in(self, copy: torch.Tensor) -> list[float]:
+        """Return the largest magnitude of each gradient; NaN is larger than any."""
+        found: list[float] = torch.segment_reduce(
+            copy.abs().reshape(-1), "max", lengths=self._lengths, unsafe=True
+        ).tolist()
+        if self._order is None:
+            return found
+        amaxes = [0.0] * len(found)
+        for index, amax in zip(self._order, found, strict=True):
+            amaxes[index] = amax
+        return amaxes
+
+    def multiply_(self, grads: list[torch.Tensor], factor: float) -> None:
+        """Multiply gradients of this layout by one float32 number, in place."""
+        if not self.is_float32:
+            multiply_(grads, factor)
+            return
+        if factor != self._factor_as_float:
+            self._factor.fill_(factor)
+            self._factor_as_float = factor
+        # Much faster than a product with a Python number. Its check is not needed.
+        foreach_unscale_(grads, self._ignored_flag, self._factor)
 
 
-@torch.no_grad()
+class HostReader:
+    """Reads dense gradients of one layout, step after step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._layout: HostLayout | None = None
+        self._scale = self._inverse = 1.0
+        """The last scale, and its inverse."""
+
+    def forget_layout(self) -> None:
+        """Read the layout of the next gradients: their bounds are others."""
+        self._layout = None
+
+    def measure(
+        self,
+        grads: list[torch.Tensor],
+        carried: "CarriedScale",
+        request: InspectionRequest,
+        bounds: list[float],
+    ) -> "tuple[GradientSummary, FoundInf]":
+        """Return the summary of gradients, and the flag of their device.
+
+        Args:
+            grads: The gradients.
+            carried: The scale that they carry.
+            request: What to measure.
+            bounds: What each of them may be once unscaled.
+        """
+        if carried.scale is None:
+            scale, inverse = carried.on_host()
+        else:
+            scale = carried.scale.item()
+            if scale != self._scale:
+                self._scale, self._inverse = scale, invert(scale)
+            inverse = self._inverse
+        layout = self._layout
+        if layout is None:
+            layout = self._layout = HostLayout(grads, bounds)
+        numbers, amaxes, unread = measure(
+            grads, scale, inverse, request, layout, kept_elements=KEPT_ELEMENTS
+        )
+        # A copy takes a third of the time of a new tensor.
+        flag = _FLAGS[numbers[FOUND_INF]].clone()
+        summary = GradientSummary(numbers, amaxes, None, bounds, unread)
+        return summary, {self._device: flag}
+
+    @torch.no_grad()
+    def multiply_(self, grads: list[torch.Tensor], factor: float) -> None:
+        """Multiply gradients that were measured by one float32 number, in place."""
+        if self._layout is None:
+            multiply_(grads, factor)
+        else:
+            self._layout.multiply_(grads, factor)
+
+
+_FLAGS = {
+    value: torch.full((), value, dtype=torch.float32, device="cpu")
+    for value in (0.0, 1.0)
+}
+
+
+def make_number(value: float) -> torch.Tensor:
+    """Return a float32 number in the host's memory."""
+    return torch.full((), value, dtype=torch.float32, device="cpu")
+
+
+def _group_by_row(grads: list[torch.Tensor]) -> list[list[int]] | None:
+    """Return which gradients have rows of one shape, and can be copied by one call.
+
+    `None` if that would take too many calls.
+    """
+    groups: dict[torch.Size, list[int]] = {}
+    for index, grad in enumerate(grads):
+        if grad.dim() == 0:
+            return None
+        groups.setdefault(grad.shape[1:], []).append(index)
+    if len(groups) > 1 + len(grads) // 16:  # a call takes as long as ten views
+        return None
+    return list(groups.values())
+
+
 def measure(
     grads: list[torch.Tensor],
     scale: float,
     inverse: float,
     request: InspectionRequest,
     layout: HostLayout,
+    *,
+    kept_elements: int = 0,
 ) -> HostMeasurement:
     """Measure gradients.
 
@@ -94,22 +252,33 @@ def measure(
         inverse: Its inverse, a float32 number.
         request: What to measure.
         layout: Their layout.
+        kept_elements: Up to so many elements, a copy is kept to be read later.
     """
-    norm, amaxes, too_large = NOT_MEASURED, None, False
+    norm, amaxes, unread, too_large = NOT_MEASURED, None, None, False
     needs_amaxes = True
-    if request.norm_type != math.inf:
-        norm, amaxes = _measure_norm(grads, layout)
-        is_small = inverse > 0.0 and norm * inverse <= layout.smallest
-        if not is_small and not request.compares_with(layout.smallest_bound):
-            is_small = inverse > 0.0 and norm * inverse <= layout.smallest_limit
-        needs_amaxes = request.measure_amax or (not is_small and amaxes is None)
-    if needs_amaxes:
-        if math.isinf(norm):  # in float64 it may be finite
-            norm = torch.linalg.vector_norm(norms_of(grads)).item()
-        norm, amaxes, too_large = _measure_amaxes(grads, norm, inverse, request, layout)
-    if request.unscale_in_place:
-        _multiply_by_float_(grads, inverse, layout)
-    return _summarize(
+    was_enabled = torch.is_grad_enabled()
+    set_grad_enabled(False)
+    try:
+        if request.norm_type != math.inf:
+            if layout.is_small:
+                norm, amaxes, unread = layout.read(grads, kept_elements)
+            else:
+                norm, amaxes = _measure_norm(grads, layout)
+            needs_amaxes = request.measure_amax or not (
+                (inverse > 0.0 and norm * inverse <= layout.smallest)
+                or (amaxes or unread)
+                or _is_small(norm, inverse, request, layout)
+            )
+        if needs_amaxes:
+            norm, amaxes, too_large = _measure_amaxes(
+                grads, norm, inverse, request, layout
+            )
+            unread = None
+        if request.unscale_in_place:
+            layout.multiply_(grads, inverse)
+    finally:
+        set_grad_enabled(was_enabled)
+    numbers = _summarize(
         scale,
         inverse,
         norm,
@@ -117,26 +286,18 @@ def measure(
         request,
         too_large=too_large,
         has_amax=needs_amaxes,
+        is_unread=unread is not None,
     )
+    return HostMeasurement(numbers, amaxes, unread)
 
 
-@torch.no_grad()
-def multiply_by_float_(
-    grads: list[torch.Tensor], factor: float, layout: HostLayout
-) -> None:
-    """Multiply gradients by one float32 number, in place."""
-    _multiply_by_float_(grads, factor, layout)
-
-
-def _multiply_by_float_(
-    grads: list[torch.Tensor], factor: float, layout: HostLayout
-) -> None:
-    if layout.is_float32:
-        # Much faster than a product with a Python number. Its check is not needed.
-        layout.factor.fill_(factor)
-        foreach_unscale_(grads, layout.ignored_flag, layout.factor)
-    else:
-        multiply_(grads, factor)
+def _is_small(
+    norm: float, inverse: float, request: InspectionRequest, layout: HostLayout
+) -> bool:
+    """Whether gradients of a norm fit their dtypes, where no bound matters."""
+    if inverse <= 0.0 or request.compares_with(layout.smallest_bound):
+        return False
+    return norm * inverse <= layout.smallest_limit
 
 
 def _measure_norm(
@@ -147,14 +308,9 @@ def _measure_norm(
     If some are not finite, also NaN or infinity for each of them and a finite number
     for each other; else `None`, also if only the norm is infinite.
     """
-    if layout.is_small:
-        flat = flatten(grads)
-        # float32 numbers have finite squares in float64.
-        norm: float = torch.linalg.vector_norm(flat, dtype=torch.float64).item()
-        return norm, None if math.isfinite(norm) else _find_in_flat(flat, layout)
     if layout.is_plain:
         norms = torch.stack(foreach_norm(grads, 2))
-        norm = torch.linalg.vector_norm(norms, dtype=torch.float64).item()
+        norm: float = torch.linalg.vector_norm(norms, dtype=torch.float64).item()
         if not norm < _LOST_TO_UNDERFLOW:
             return norm, None if math.isfinite(norm) else _find(grads, norms)
     if not grads:
@@ -162,16 +318,6 @@ def _measure_norm(
     norms = norms_of(grads)
     norm = torch.linalg.vector_norm(norms).item()
     return norm, None if math.isfinite(norm) else _find(grads, norms)
-
-
-def _find_in_flat(flat: torch.Tensor, layout: HostLayout) -> list[float]:
-    """Return NaN or infinity for each tensor that is not finite, else 0."""
-    places = (flat - flat).nonzero().squeeze(1)  # inf - inf is NaN, which is not 0
-    indices = torch.searchsorted(layout.ends, places, right=True)
-    kinds = torch.zeros(len(layout.ends), device="cpu")
-    kinds.scatter_reduce_(0, indices, flat[places].abs(), "amax")  # NaN is largest
-    listed: list[float] = kinds.tolist()
-    return listed
 
 
 def _find(grads: list[torch.Tensor], norms: torch.Tensor) -> list[float] | None:
@@ -198,6 +344,8 @@ def _measure_amaxes(
     layout: HostLayout,
 ) -> tuple[float, list[float], bool]:
     """Return the norm, the largest magnitudes, and whether one of them is too large."""
+    if math.isinf(norm):  # in float64 it may be finite
+        norm = torch.linalg.vector_norm(norms_of(grads)).item()
     amaxes: list[float] = amax_per_tensor(grads).tolist()
     if request.norm_type == math.inf:
         norm = max(amaxes, key=_nan_last)
@@ -218,9 +366,10 @@ def _summarize(
     *,
     too_large: bool,
     has_amax: bool,
-) -> HostMeasurement:
+    is_unread: bool,
+) -> list[float]:
     """Return the numbers of a summary; `norm` is still scaled."""
-    finite, nan, amax = True, False, NOT_MEASURED
+    finite, nan, amax = not is_unread, is_unread and math.isnan(norm), NOT_MEASURED
     if amaxes is not None:
         finite = all(map(math.isfinite, amaxes))
         nan = any(map(math.isnan, amaxes))
@@ -240,10 +389,18 @@ def _summarize(
     if request.as_grad_scale:
         grad_scale = _to_float32(grad_scale)
         finite = finite and (too_large or grad_scale <= FLOAT32_MAX)
-    found_inf = 1.0 if too_large or not finite else 0.0
-    numbers = [found_inf, 1.0 if nan else 0.0, amax, norm, grad_scale, factor]
-    numbers += [scale, clip, 1.0 if too_large else 0.0, NOT_MEASURED]
-    return HostMeasurement(numbers, amaxes)
+    return [
+        0.0 if finite and not too_large else 1.0,
+        1.0 if nan else 0.0,
+        amax,
+        norm,
+        grad_scale,
+        factor,
+        scale,
+        clip,
+        1.0 if too_large else 0.0,
+        NOT_MEASURED,
+    ]
 
 
 def _shown(amax: float, inverse: float, limit: float) -> float:

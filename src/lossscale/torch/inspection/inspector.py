@@ -48,9 +48,15 @@ class Inspection:
 
     def rescale_(self) -> None:
         """Multiply the gradients by clip factor and inverse scale, in place."""
-        if self.collected.groups is not None:
-            factor = self.summary.numbers[FACTOR]
-            self.collected.groups.multiply_(self.collected.grads, factor)
+        grads, groups, _ = self.collected
+        if groups is None:
+            return
+        factor = self.summary.numbers[FACTOR]
+        reader = groups.dense_reader
+        if reader is not None and isinstance(factor, float):
+            reader.multiply_(grads, factor)
+        else:
+            groups.multiply_(grads, factor)
 
 
 class GradientInspector:
@@ -95,7 +101,12 @@ class GradientInspector:
             groups = self._groups.get(optimizer)
         except TypeError:  # the optimizer has no weak references
             groups = None
-        if groups is None or not groups.fits(grads, shardings):
+        if (
+            groups is None
+            or groups.count != len(grads)
+            or groups.shardings != shardings
+            or not groups.layout.check(*grads)
+        ):
             groups = GradientGroups(grads, self._kept_tables, shardings)
             with suppress(TypeError):
                 self._groups[optimizer] = groups
@@ -157,12 +168,19 @@ class GradientInspector:
             if groups is None:
                 message = "there is no gradient to inspect"
                 raise AssertionError(message)
-            summary, found_inf = groups.measure(grads, carried, request)
+            reader = groups.dense_reader
+            if reader is None:
+                summary, found_inf = groups.measure(grads, carried, request)
+            else:
+                summary, found_inf = reader.measure(
+                    grads, carried, request, groups.bounds
+                )
         else:
             summary, found_inf, loss_nonfinite = measure_over_ranks(
                 groups, grads, plan, carried, request, of_ranks()
             )
-        if len(grads) != sum(len(group["params"]) for group in optimizer.param_groups):
+        counts = [len(group["params"]) for group in optimizer.param_groups]
+        if len(grads) != sum(counts):
             params = params_of(optimizer)
             summary.param_indices = [
                 index for index, param in enumerate(params) if param.grad is not None

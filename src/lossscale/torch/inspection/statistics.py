@@ -148,6 +148,8 @@ class StatisticsSampler:
         """
         wants = getattr(on_step, "wants_statistics", None)
         self._wants: Callable[[int], bool] | None = wants if callable(wants) else None
+        self.is_listening = self._wants is not None
+        """Whether the callback ever asks. If not, there is nothing to call here."""
         self._index = 1
         """The index of the report that comes next."""
         self._iteration: object = None

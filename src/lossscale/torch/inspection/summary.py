@@ -12,6 +12,7 @@ for it.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -79,6 +80,8 @@ class GradientSummary:
     """Which of the optimizer's parameters the tensors belong to; `None` for all."""
     bounds: list[float] | None = None
     """What each tensor may be once unscaled; `None` if that was not checked."""
+    unread: Callable[[], list[float]] | None = None
+    """Returns `amax_per_tensor`, if it was left for the first reader."""
     is_measured: bool = True
     """Whether more than the flag was measured."""
     _copy: torch.Tensor | None = None
@@ -145,7 +148,7 @@ class GradientSummary:
     def to_buffer(self) -> torch.Tensor:
         """Return the numbers as one tensor, which this summary has from now on."""
         if isinstance(self.numbers, list):
-            numbers = self.numbers + (self.amax_per_tensor or [])
+            numbers = self.numbers + self._amaxes()
             self.numbers = torch.tensor(numbers, dtype=torch.float32, device="cpu")
             self.amax_per_tensor = None
         return self.numbers
@@ -153,7 +156,7 @@ class GradientSummary:
     def amaxes_as_tensor(self) -> torch.Tensor:
         """Return the largest magnitude of each tensor, which was measured."""
         if isinstance(self.numbers, list):
-            amaxes = self.amax_per_tensor or []
+            amaxes = self._amaxes()
             return torch.tensor(amaxes, dtype=torch.float32, device="cpu")
         return self.numbers[HEADER:]
 
@@ -218,7 +221,7 @@ class GradientSummary:
     def nonfinite(self) -> list[tuple[int, Reason]]:
         """Return which parameters kept the step from being applied, and by what."""
         numbers = self._values()
-        magnitudes = self.amax_per_tensor or numbers[HEADER:]
+        magnitudes = self._amaxes() or numbers[HEADER:]
         if numbers[TOO_LARGE] and self.bounds is not None and magnitudes:
             scale = numbers[SCALE]
             pairs = enumerate(zip(magnitudes, self.bounds, strict=True))
@@ -236,6 +239,12 @@ class GradientSummary:
         if self.param_indices is None:
             return found
         return [(self.param_indices[index], reason) for index, reason in found]
+
+    def _amaxes(self) -> list[float]:
+        """Return what is known of each tensor's magnitude on a CPU; may be empty."""
+        if self.unread is not None:
+            self.amax_per_tensor, self.unread = self.unread(), None
+        return self.amax_per_tensor or []
 
     def _values(self) -> list[float]:
         """Return all numbers as Python floats."""

@@ -11,6 +11,7 @@ from lossscale.core import validation
 from lossscale.core.validation import format_value
 from lossscale.errors import SettingError
 from lossscale.torch.inspection.groups import CarriedScale
+from lossscale.torch.inspection.host import make_number
 from lossscale.torch.inspection.inspector import Inspection
 from lossscale.torch.inspection.ranked import measure_over_ranks
 from lossscale.torch.inspection.request import InspectionRequest
@@ -155,11 +156,16 @@ def clip_in_one_read(
     )
     if inspection is None:
         return None
-    norm = inspection.summary.slot(NORM)
+    numbers = inspection.summary.numbers
+    if isinstance(numbers, list):
+        norm = make_number(numbers[NORM])
+        grad_scale = make_number(numbers[GRAD_SCALE]) if divides else None
+    else:
+        norm, grad_scale = numbers[NORM], numbers[GRAD_SCALE]
     if clip.error_if_nonfinite:
         raise_if_nonfinite(norm, clip.norm_type)
     if divides:
-        step.grad_scale = inspection.summary.slot(GRAD_SCALE)
+        step.grad_scale = grad_scale
         step.inspection = inspection
     else:
         step.is_unscaling = True

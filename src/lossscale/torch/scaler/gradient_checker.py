@@ -76,7 +76,10 @@ class GradientChecker:
         self._options = options
         self._unscale_by_torch = unscale_by_torch
         self._sampler = sampler
+        self._measures_more = options.measure_norm or options.measure_amax
         self.inspector = GradientInspector(options.rank_groups)
+        self._carried = CarriedScale(None)
+        """The scaler's own scale."""
 
     def check(
         self,
@@ -110,23 +113,24 @@ class GradientChecker:
         _, groups, plan = collected
         if groups is None and plan is None:
             return self._flags_without_gradients(step, live), None
-        if groups is not None and (groups.half_indices or groups.is_overlapping):
+        if groups is not None and groups.may_be_refused:
             self._refuse(optimizer, step, groups, allow_fp16=allow_fp16)
-        is_scaled = inverse is None or request.unscale_in_place
-        self.sample(optimizer, collected, live, is_scaled=is_scaled)
-        request = self._complete(request, live.update)
+        if self._sampler.is_listening and (inverse is None or request.unscale_in_place):
+            self.sample(optimizer, collected, live)
+        if self._measures_more or not live.update.is_builtin:
+            request = self._complete(request, live.update)
         try:
             if groups is not None and groups.is_foreign:
                 flags = self._check_by_torch(optimizer, request, live, inverse)
                 return self.share_flags(optimizer, flags, live), None
-            carried = CarriedScale(None if inverse is not None else live.scale, inverse)
             inspection, loss = self.inspector.inspect(
-                optimizer, collected, carried, request, live.for_ranks
+                optimizer,
+                collected,
+                self._carried_by(live.scale, inverse),
+                request,
+                live.for_ranks,
             )
-            if loss is not None:
-                keep_loss_of_ranks(loss, live)
-            elif live.iteration.loss_nonfinite is not None:
-                raise_flags(inspection.found_inf, live.iteration.loss_nonfinite)
+            _apply_loss(loss, inspection.found_inf, live)
         except BaseException:
             if request.unscale_in_place and step is not None:
                 step.mark_failed()
@@ -135,16 +139,21 @@ class GradientChecker:
             step.record(inspection.summary)
         return inspection.found_inf, inspection
 
+    def _carried_by(
+        self, scale: torch.Tensor | None, inverse: torch.Tensor | None
+    ) -> CarriedScale:
+        """Return the scale that gradients carry: the scaler's, unless one is given."""
+        if inverse is not None:
+            return CarriedScale(None, inverse)
+        if self._carried.scale is not scale:
+            self._carried = CarriedScale(scale)
+        return self._carried
+
     def sample(
-        self,
-        optimizer: torch.optim.Optimizer,
-        collected: Collected,
-        live: LiveState,
-        *,
-        is_scaled: bool = True,
+        self, optimizer: torch.optim.Optimizer, collected: Collected, live: LiveState
     ) -> None:
-        """Take the statistics of gradients if they are wanted and carry the scale."""
-        if is_scaled and self._sampler.is_due():
+        """Take the statistics of gradients that carry the scale, if they are wanted."""
+        if self._sampler.is_due():
             name_of = self._options.names.name_of
             self._sampler.sample(live.iteration, optimizer, collected, name_of)
 
@@ -248,6 +257,14 @@ class GradientChecker:
             "GradScaler(..., allow_fp16=True)."
         )
         raise ValueError(message)
+
+
+def _apply_loss(loss: Number | None, found_inf: FoundInf, live: LiveState) -> None:
+    """Let a loss that was not finite skip the step; keep what other ranks found."""
+    if loss is not None:
+        keep_loss_of_ranks(loss, live)
+    elif live.iteration.loss_nonfinite is not None:
+        raise_flags(found_inf, live.iteration.loss_nonfinite)
 
 
 def keep_loss_of_ranks(loss: Number, live: LiveState) -> None:

@@ -42,9 +42,10 @@ class StepHistory:
         self.explanation: Explanation | None = None
         """What was seen of the batch after the alarm."""
         self._pending: deque[StepReport] = deque()
-        self._delivered: deque[tuple[int, list[tuple[OptimizerRef, bool]]]]
-        self._delivered = deque(maxlen=4096)
-        """Which optimizers took which steps."""
+        self._newest: StepReport | None = None
+        """The last one that was delivered."""
+        self._taken: deque[tuple[int, list[tuple[OptimizerRef, bool]]]] | None = None
+        """Which optimizers took which steps; `None` until a scheduler asks."""
         self._skipped: deque[StepReport] = deque(maxlen=256)
         self._consecutive_skips = 0
 
@@ -56,21 +57,22 @@ class StepHistory:
             raises_on_collapse=self._raises_on_collapse,
         )
 
-    def add(self, report: StepReport, *, on_host: bool) -> None:
+    def add(self, report: StepReport, *, applied: bool | None) -> None:
         """Take a report, and deliver those that have arrived.
 
         Args:
             report: The report.
-            on_host: Whether its numbers are on the host already.
+            applied: Whether every optimizer took its step; `None` if that is not known
+                on the host yet.
         """
         self.last = report
-        if on_host and not self._pending:
-            self._deliver(report)
+        if applied is not None and not self._pending:
+            self._deliver(report, applied=applied)
             return
         self.deliver_ready()
         if report.is_final:  # not captured in a CUDA graph
             self._pending.append(report)
-        if on_host:
+        if applied is not None:
             self.deliver_ready()
 
     def deliver_ready(self, *, wait: bool = False) -> None:
@@ -83,14 +85,19 @@ class StepHistory:
             CollapseError: If that many consecutive steps were skipped.
         """
         while self._pending and (wait or self._pending[0].is_ready()):
-            self._deliver(self._pending.popleft())
+            report = self._pending.popleft()
+            self._deliver(report, applied=report.applied)
 
     def count_applied_since(
         self, index: int, optimizer: torch.optim.Optimizer
     ) -> tuple[int, int]:
         """Return how many steps after one an optimizer took, and the last known."""
+        if self._taken is None:
+            self._taken = deque(maxlen=4096)
+            if self._newest is not None:
+                self._taken.append((self._newest.index, self._newest.outcomes()))
         count, last = 0, index
-        for number, outcomes in reversed(self._delivered):  # the newest first
+        for number, outcomes in reversed(self._taken):  # the newest first
             if number <= index:
                 break
             last = max(last, number)
@@ -101,12 +108,13 @@ class StepHistory:
             )
         return count, last
 
-    def _deliver(self, report: StepReport) -> None:
-        outcomes = report.outcomes()
-        self._delivered.append((report.index, outcomes))
+    def _deliver(self, report: StepReport, *, applied: bool) -> None:
+        self._newest = report
+        if self._taken is not None:
+            self._taken.append((report.index, report.outcomes()))
         if self.on_step is not None:
             self.on_step(report)
-        if all(applied for _, applied in outcomes):
+        if applied:
             if self._consecutive_skips:
                 self._skipped.clear()
                 self._consecutive_skips = 0

@@ -86,34 +86,38 @@ _NO_GRADIENT = FirstGradient(lambda: None, None)
 
 
 class OptimizerStep:
-    """One optimizer in one iteration."""
+    """One optimizer in one iteration.
+
+    What most steps never change is declared here, not assigned in each of them.
+    """
+
+    summary: "GradientSummary | None" = None
+    """The result of the last inspection, for the report."""
+    inspection: "Inspection | None" = None
+    """The inspection whose factor is not written to the gradients yet."""
+    grad_scale: torch.Tensor | None = None
+    """What the optimizer divides by, if it clips by itself."""
+    accumulator: "GradientAccumulator | None" = None
+    clipped = False
+    failed = False
+    """Unscaling failed part-way; the gradients are in an unknown state."""
+    is_unscaling = False
+    """Unscaling has begun. Still set in a later call, it was interrupted."""
+    stepping: FirstGradient | None = None
+    """The first gradient, while the optimizer is being stepped. If a later call still
+    finds it, the step raised or was interrupted."""
+    raised = False
+    """The optimizer's step has raised an ordinary exception."""
+    _unscaled: FirstGradient | None = None
+    """The first gradient when they were unscaled."""
+    losses = 0
+    """How many losses had been scaled then."""
+    _own_flags: FoundInf | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer, state: TorchState) -> None:
         self.optimizer = optimizer
         self.state = state
         """torch's dict. It is kept, so that no other has its id meanwhile."""
-        self.summary: GradientSummary | None = None
-        """The result of the last inspection, for the report."""
-        self.inspection: Inspection | None = None
-        """The inspection whose factor is not written to the gradients yet."""
-        self.grad_scale: torch.Tensor | None = None
-        """What the optimizer divides by, if it clips by itself."""
-        self.accumulator: GradientAccumulator | None = None
-        self.clipped = False
-        self.failed = False
-        """Unscaling failed part-way; the gradients are in an unknown state."""
-        self.is_unscaling = False
-        """Unscaling has begun. Still set in a later call, it was interrupted."""
-        self.stepping: FirstGradient | None = None
-        """The first gradient, while the optimizer is being stepped. If a later call
-        still finds it, the step raised or was interrupted."""
-        self.raised = False
-        """The optimizer's step has raised an ordinary exception."""
-        self._unscaled: FirstGradient | None = None
-        """The first gradient when they were unscaled."""
-        self.losses = 0
-        """How many losses had been scaled then."""
-        self._own_flags: FoundInf | None = None
 
     @property
     def reference(self) -> Callable[[], torch.optim.Optimizer | None]:
@@ -322,12 +326,14 @@ class Iteration:
 
         A wrapper of a package counts as the optimizer that it wraps.
         """
-        if not type(optimizer).__module__.startswith("torch.optim"):
-            optimizer = unwrap(optimizer)
-        state = self.states[id(optimizer)]
-        step = self.steps.get(id(state))
+        step = self.steps.get(id(self.states.get(id(optimizer))))
         if step is None:
-            step = self.steps[id(state)] = OptimizerStep(optimizer, state)
+            if not type(optimizer).__module__.startswith("torch.optim"):
+                optimizer = unwrap(optimizer)
+            state = self.states[id(optimizer)]
+            step = self.steps.get(id(state))
+            if step is None:
+                step = self.steps[id(state)] = OptimizerStep(optimizer, state)
         if self.is_accumulating:
             message = f"accumulate() was interrupted. {HOW_TO_RECOVER}"
             raise RuntimeError(message)
@@ -340,16 +346,17 @@ class Iteration:
 
         Only a loss of one number: reading a whole vector may take long.
         """
-        if isinstance(loss, (list, tuple)):
+        if type(loss) is torch.Tensor:
+            if loss.numel() != 1:
+                return
+            if loss.is_cpu:
+                nonfinite = not math.isfinite(loss.item())
+                self.host_loss_nonfinite = nonfinite or bool(self.host_loss_nonfinite)
+            else:
+                self.raw_losses.append(loss.detach())
+        elif isinstance(loss, (list, tuple)):
             for item in loss:
                 self.note_loss(item)
-        elif type(loss) is not torch.Tensor or loss.numel() != 1:
-            return
-        elif loss.device.type == "cpu":
-            nonfinite = not math.isfinite(loss.item())
-            self.host_loss_nonfinite = nonfinite or bool(self.host_loss_nonfinite)
-        else:
-            self.raw_losses.append(loss.detach())
 
     def check_loss(self, loss: Any, device: torch.device) -> None:
         """Keep on the device whether a loss, before it was scaled, was not finite."""
@@ -366,4 +373,5 @@ class Iteration:
     @property
     def has_failed(self) -> bool:
         """Whether unscaling has failed, or was interrupted, for any optimizer."""
-        return any(step.failed or step.is_unscaling for step in self.steps.values())
+        steps = self.steps.values()
+        return any([step.failed or step.is_unscaling for step in steps])  # noqa: C419

@@ -58,7 +58,11 @@ def collect_outcomes(
             summary = GradientSummary.of_flag(flag.reshape(()), scale)
             outcomes.append(OptimizerOutcome(_unknown, summary, stepped))
         else:
-            step.summary.set_found_inf(flag)
+            numbers = step.summary.numbers
+            if isinstance(numbers, list):
+                numbers[FOUND_INF] = flag.item()
+            else:
+                step.summary.set_found_inf(flag)
             outcomes.append(OptimizerOutcome(step.reference, step.summary, stepped))
     return outcomes
 
@@ -73,7 +77,9 @@ def host_outcome(
 ) -> HostOutcome:
     """Return what happened in a step, as Python booleans."""
     skipped = overflowed = False
+    all_stepped = True
     for outcome in outcomes:
+        all_stepped = all_stepped and outcome.stepped
         numbers = outcome.summary.numbers
         if numbers[FOUND_INF]:
             skipped = True
@@ -89,6 +95,7 @@ def host_outcome(
         skipped,
         skipped and not overflowed,
         None if loss is None else bool(loss),
+        all_stepped and not skipped,
     )
 
 

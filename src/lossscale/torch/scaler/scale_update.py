@@ -88,6 +88,8 @@ class HostOutcome(NamedTuple):
     skipped: bool
     too_large: bool
     loss_nonfinite: bool | None
+    applied: bool
+    """Every optimizer took its step."""
 
 
 def torch_policy(
@@ -140,21 +142,35 @@ class ScaleUpdate:
         self.is_builtin = type(policy) in (Fixed, Dynamic)
         """Whether the policy reads nothing but the flags."""
         self.checks_loss = bool(getattr(policy, "hold_on_nonfinite_loss", False))
+        self._settings, self._switches = _NO_SETTINGS, _OFF
         self.growth_threshold = 0
         """While fewer finite steps were counted, and no overflow, a finite step does no
         more than count."""
         if isinstance(policy, Dynamic):
             self.growth_threshold = policy.settings.growth_threshold
+            self._settings = self._find_settings(policy)
+            self._switches = policy.switches
         self._launchers: dict[torch.device, KernelLauncher] = {}
 
     # -- on the host -------------------------------------------------------------------
 
     def advance_numbers(self, state: ScaleState, outcome: HostOutcome) -> ScaleState:
         """Return the next state, of Python numbers."""
+        if outcome.too_large:
+            return state  # as `advance` says, without a choice between two states
+        if type(self.policy) is Dynamic and not self.checks_loss:
+            scale, good, bad = transition(
+                state.scale,
+                state.good_steps,
+                state.bad_steps,
+                not outcome.found_inf,
+                *self._settings,
+                *self._switches,
+                _pick,
+            )
+            return ScaleState(as_float32(scale), good, bad)
         signal = Signal(
-            finite=not outcome.found_inf,
-            loss_finite=_negate(outcome.loss_nonfinite),
-            too_large=outcome.too_large,
+            finite=not outcome.found_inf, loss_finite=_negate(outcome.loss_nonfinite)
         )
         moved = self._advance(state, signal, _pick)
         return moved._replace(scale=as_float32(moved.scale))
@@ -209,7 +225,7 @@ class ScaleUpdate:
         """Write the numbers that the kernel reads, where a graph finds them too."""
         if settings is None or not isinstance(self.policy, Dynamic):
             return
-        numbers = self._settings()
+        numbers = self._settings
         # By value: a graph cannot capture a copy from the host.
         for slot, name in zip(settings, _KERNEL_SETTINGS, strict=True):
             slot.fill_(getattr(numbers, name))
@@ -223,8 +239,6 @@ class ScaleUpdate:
 
         device = tensors.scale.device
         moves = isinstance(self.policy, Dynamic)
-        settings = self._settings() if moves else _NO_SETTINGS
-        switches = self.policy.switches if isinstance(self.policy, Dynamic) else _OFF
         held = outcome.loss_nonfinite if self.checks_loss else None
         loss = outcome.raw_loss
         launcher = self._launchers.get(device)
@@ -242,9 +256,9 @@ class ScaleUpdate:
                     outcome.flags if loss is None else loss,
                     outcome.flags if outcome.summary is None else outcome.summary,
                     tensors.settings,
-                    settings.growth_threshold,
-                    settings.good_after_growth,
-                    settings.hysteresis,
+                    self._settings.growth_threshold,
+                    self._settings.good_after_growth,
+                    self._settings.hysteresis,
                 ),
                 (
                     outcome.skipped_at,
@@ -253,7 +267,7 @@ class ScaleUpdate:
                     held is not None,
                     loss is not None,
                     moves,
-                    *switches,
+                    *self._switches,
                 ),
             )
 
@@ -272,19 +286,12 @@ class ScaleUpdate:
         policy = cast("Dynamic", self.policy)
         scale, good, bad = state
         moved = transition(
-            scale,
-            good,
-            bad,
-            signal.finite,
-            *self._settings(),
-            *policy.switches,
-            where,
+            scale, good, bad, signal.finite, *self._settings, *self._switches, where
         )
         return policy.keep_if_loss_nonfinite(state, ScaleState(*moved), signal, where)
 
-    def _settings(self) -> Settings:
+    def _find_settings(self, policy: Dynamic) -> Settings:
         """Return the numbers of the rule, unrounded if torch's way is wanted."""
-        policy = cast("Dynamic", self.policy)
         if not self._in_float64:
             return policy.settings
         return policy.settings._replace(
