@@ -48,21 +48,25 @@ def advise(seen: Explanation) -> str:
     """Return what to try, as far as it follows from what was seen."""
     if seen.finite:
         return ""
-    found = seen.first_nan or seen.first
+    found = seen.first or seen.first_nan
     if found is None:
         return ""
-    origin = (seen.first or found).origin
+    origin = found.origin
     if origin in _GIVEN_ADVICE:
         return _GIVEN_ADVICE[origin]
     if seen.lower_scale_helps:
         return f"Lower the scale to {seen.helping_scale:g} or below."
-    is_narrow = (seen.first or found).dtype == "float16"
-    if origin == "overflow" and is_narrow:
+    if origin == "overflow" and found.dtype == "float16":
         return (
-            f"Compute {_name_place(seen.first or found)} in float32 or bfloat16, or "
-            "make its inputs smaller."
+            f"Compute {_name_place(found)} in float32 or bfloat16, or make its inputs "
+            "smaller."
         )
-    return _ADVICE.get(found.origin, "")
+    if found.node is not None and found.node.startswith("Sqrt"):
+        return (
+            "The derivative of a root at 0 is infinite: add a small number under the "
+            "root."
+        )
+    return _ADVICE.get(origin, "")
 
 
 _GIVEN_ADVICE = {
@@ -138,6 +142,8 @@ def _describe_tensor(found: Finding) -> str:
         return f"{text}, which {_name_place(found)} read first,"
     if found.role in ("batch", "loss", "parameter", "buffer"):
         return text
+    if found.role == "input gradient" and found.module is None:
+        return f"the gradient that {_name_place(found)} passes to the model"
     return f"{text} of {_name_place(found)}"
 
 
