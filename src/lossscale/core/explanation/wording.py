@@ -46,17 +46,17 @@ def describe_finding(found: Finding) -> str:
 
 def advise(seen: Explanation) -> str:
     """Return what to try, as far as it follows from what was seen."""
-    if seen.finite:
-        return ""
     found = seen.first or seen.first_nan
-    if found is None:
+    if seen.finite or found is None:
         return ""
-    origin = found.origin
-    if origin in _GIVEN_ADVICE:
-        return _GIVEN_ADVICE[origin]
-    if seen.lower_scale_helps:
+    if found.origin not in GIVEN and seen.lower_scale_helps:
         return f"Lower the scale to {seen.helping_scale:g} or below."
-    if origin == "overflow" and found.dtype == "float16":
+    return _advise_against(found)
+
+
+def _advise_against(found: Finding) -> str:
+    """Return what helps against a cause that is not the scale."""
+    if found.origin == "overflow" and found.dtype == "float16":
         return (
             f"Compute {_name_place(found)} in float32 or bfloat16, or make its inputs "
             "smaller."
@@ -66,10 +66,10 @@ def advise(seen: Explanation) -> str:
             "The derivative of a root at 0 is infinite: add a small number under the "
             "root."
         )
-    return _ADVICE.get(origin, "")
+    return _ADVICE.get(found.origin, "")
 
 
-_GIVEN_ADVICE = {
+_ADVICE = {
     "batch": "Clean the data: drop or repair samples that are not finite.",
     "parameter": (
         "The weights are damaged: go back to a checkpoint in which they are finite."
@@ -78,9 +78,6 @@ _GIVEN_ADVICE = {
         "The buffer is damaged: go back to a checkpoint in which it is finite, or "
         "reset it."
     ),
-}
-
-_ADVICE = {
     "division by zero": "Add a small number to the divisor, or clamp it.",
     "0 / 0": "Add a small number to the divisor, or clamp it.",
     "log of 0": "Clamp the argument to a small positive number, or use log_softmax.",
