@@ -107,13 +107,13 @@ ls.GradScaler("cpu", policy=8.0)  # type: ignore[arg-type]
 ls.GradScaler("cpu", 8.0, 2.0, 0.5, 100, True, Dynamic())  # type: ignore[call-arg]
 ls.GradScaler("cpu", init_scale="8")  # type: ignore[arg-type]
 ls.GradScaler("cpu", module=model, on_collapse="explain")
-seen: Explanation = scaler.explain(lambda: loss)
-seen = scaler.explain(lambda: None, module=model)
-first: Finding | None = seen.first
-helps: bool | None = seen.lower_scale_helps
-helping: float | None = seen.helping_scale
-words: str = str(seen) + seen.advice
-data: dict[str, Any] = seen.to_dict()
+explained: Explanation = scaler.explain(lambda: loss)
+explained = scaler.explain(lambda: None, module=model)
+first: Finding | None = explained.first
+helps: bool | None = explained.lower_scale_helps
+helping: float | None = explained.helping_scale
+words: str = str(explained) + explained.advice
+data: dict[str, Any] = explained.to_dict()
 last: Explanation | None = scaler.last_explanation
 scaler.explain(8.0)  # type: ignore[arg-type]
 scaler.explain(lambda: None, module="model")  # type: ignore[arg-type]

@@ -472,7 +472,7 @@ class GradScaler(torch.amp.GradScaler):
             module: The model; not needed if the scaler was made with `module=`.
 
         Returns:
-            The explanation: print it, or read its fields.
+            What was seen. Print it, or read its fields.
 
         Raises:
             SettingError: If no model is known.
