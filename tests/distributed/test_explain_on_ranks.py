@@ -117,3 +117,38 @@ def test_after_an_alarm_every_rank_speaks_for_itself(two_ranks):
     assert second["text"].startswith("Rank 1: ")
     assert first["first"]["origin"] == "another rank"
     assert first["others"] == second["others"] == []
+
+
+def explain_between_steps(as_views):
+    """Explain between a backward pass and its step; return what changed."""
+    import torch
+    from helpers.planted.fault import Block
+
+    from lossscale.torch import GradScaler
+
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(
+        Block(torch.tanh), gradient_as_bucket_view=as_views
+    )
+    scaler = GradScaler("cpu", init_scale=2.0, module=model)
+    batch = torch.ones(4, 8)
+
+    def step(gain=1.0):
+        scaler.scale(gain * model(batch).pow(2).mean()).backward()
+
+    step()
+    step()
+    grads = [p.grad for p in model.parameters()]
+    copies = [grad.clone() for grad in grads]
+    seen = scaler.explain(lambda: step(torch.inf))
+    same = [p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True)]
+    equal = [torch.equal(*pair) for pair in zip(copies, grads, strict=True)]
+    step()  # DDP goes on
+    doubled = [torch.equal(3 * a, 2 * b) for a, b in zip(copies, grads, strict=True)]
+    return seen.finite, all(same), all(equal), all(doubled)
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_gradients_of_ddp_are_put_back(two_ranks, as_views):
+    for found in two_ranks.run(explain_between_steps, as_views):
+        assert (False, True, True, True) == found

@@ -121,3 +121,14 @@ def test_the_alarm_names_explain_where_the_loss_is_not_finite():
     training.step()
     training.step()
     assert "scaler.explain(step_function)" in training.texts[0]
+
+
+def test_a_scaler_can_be_pickled_while_the_next_batch_is_watched():
+    training = Training(on_collapse="explain")
+    training.step()
+    training.step()
+    again = pickle.loads(pickle.dumps(training.scaler))  # noqa: S301
+    training.step()
+    assert again.get_scale() == 256.0
+    assert "scale" not in again.__dict__
+    assert training.scaler.last_explanation is not None

@@ -1,7 +1,9 @@
 """Every planted fault is explained as what it is."""
 
+import csv
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from helpers.planted import FAULTS  # noqa: E402  # needs torch
 from helpers.planted.fault import Block, autocast_step, normal_batch  # noqa: E402
 
 from lossscale.torch import GradScaler, to_float16  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
 
 
 def explain(fault):
@@ -171,3 +175,35 @@ def test_accumulate_keeps_micro_batches_apart():
     # tanh makes 1 of the infinity: the loss is finite, and a gradient is not.
     assert seen.loss_finite
     assert seen.first.micro_batch == 2
+
+
+def test_a_gradient_penalty_is_explained():
+    model = Block(torch.tanh)
+    scaler = GradScaler("cpu", module=model)
+
+    def step():
+        batch = normal_batch().requires_grad_()
+        output = model(batch).sum()
+        (gradient,) = scaler.grad(output, batch)
+        penalty = ((gradient * 0).pow(2).sum(1).sqrt() - 1).pow(2).mean()
+        scaler.scale(output + penalty).backward()
+
+    found = scaler.explain(step).first
+    assert (found.origin, found.node) == ("division by zero", "SqrtBackward0")
+    assert found.micro_batch is None
+
+
+def test_the_page_and_the_recorded_results_have_every_fault():
+    results = ROOT / "benchmarks" / "results" / "explain_faults.csv"
+    with results.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    page = (ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
+    assert [fault.name for fault in FAULTS] == [row["fault"] for row in rows]
+    for fault, row in zip(FAULTS, rows, strict=True):
+        tools = "ours", "anomaly mode", "DebugUnderflowOverflow"
+        right = " | ".join(row[f"{tool} is right"] for tool in tools)
+        operation = f"`{fault.operation}`" if fault.operation else "none"
+        expected = f"| {operation} | {fault.origin} | {row['lower scale helps']} |"
+        (line,) = [x for x in page.splitlines() if x.startswith(f"| {fault.name} |")]
+        assert line.endswith(f"{expected} {right} |")
+    assert f"{len(FAULTS)} faults, each planted" in page

@@ -57,8 +57,9 @@ def advise(seen: Explanation) -> str:
 def _advise_against(found: Finding) -> str:
     """Return what helps against a cause that is not the scale."""
     if found.origin == "overflow" and found.dtype == "float16":
+        what = "weights" if found.role == "parameter" else "inputs"
         return (
-            f"Compute {_name_place(found)} in float32 or bfloat16, or make its inputs "
+            f"Compute {_name_place(found)} in float32 or bfloat16, or make its {what} "
             "smaller."
         )
     if found.node is not None and found.node.startswith("Sqrt"):

@@ -131,7 +131,7 @@ class _Run:
         snapshot.begin_run()
         with guard, gradients, tracker:
             self._run(stand_ins, gradients, watch)
-        notes = note_compiled(self._model)
+        notes = (*note_compiled(self._model), *watch.notes())
         return conclude(self._names, gradients, losses, scale, notes)
 
     def is_finite_at(self, scale: float, snapshot: Snapshot, guard: WriteGuard) -> bool:

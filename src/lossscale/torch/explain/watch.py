@@ -38,6 +38,8 @@ class OperatorWatch(TorchDispatchMode):
         self.events: list[Event] = []
         self.micro_batch = 0
         """How many losses were scaled."""
+        self._unread: set[str] = set()
+        """Operators whose results could not be read."""
         self._names = names
         self._tracker = tracker
         tracker.on_exit = self._mark_outputs
@@ -55,6 +57,13 @@ class OperatorWatch(TorchDispatchMode):
             address = address_of(tensor)
             if address is not None:
                 self._owned[address] = role, tensor
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what could not be seen."""
+        if not self._unread:
+            return ()
+        names = ", ".join(sorted(self._unread))
+        return (f"The results of these operators could not be read: {names}.",)
 
     def event_of(self, tensor: torch.Tensor) -> Event | None:
         """Return the event that wrote a tensor, or that found it."""
@@ -89,8 +98,12 @@ class OperatorWatch(TorchDispatchMode):
                 before = _copy_written(func, args, kwargs)
         results = func(*args, **kwargs)
         if not _skips(func):
-            with torch.no_grad():
-                self._inspect(func, before, results, node, is_backward=is_backward)
+            try:
+                with torch.no_grad():
+                    self._inspect(func, before, results, node, is_backward=is_backward)
+            # A tensor of a kind that cannot be read must not stop a training.
+            except (RuntimeError, TypeError, NotImplementedError):
+                self._unread.add(plain_name(func))
         return results
 
     def _note_collective(self, values: Any) -> None:
