@@ -85,6 +85,9 @@ class ModuleTracker:
     def __init__(self) -> None:
         self._stack: list[torch.nn.Module] = []
         self._depth_at_backward: int | None = None
+        self.is_backward = False
+        """Whether the newest operator was part of a backward pass, or came after one
+        and before the next module was entered."""
         self._sites: dict[int, tuple[list[int], list[Site]]] = {}
         """Where nodes were made, by thread and sequence number."""
         self._forward_thread = threading.get_ident()
@@ -108,6 +111,7 @@ class ModuleTracker:
 
     def _push(self, module: torch.nn.Module, _: Any) -> None:
         self._stack.append(module)
+        self.is_backward = False
 
     def _pop(self, module: torch.nn.Module, _: Any, outputs: Any) -> None:
         # An exception may have left modules on the stack.
@@ -128,6 +132,7 @@ class ModuleTracker:
             self._depth_at_backward = len(self._stack)
         depth = self._depth_at_backward
         is_backward = depth is not None and len(self._stack) <= depth
+        self.is_backward |= is_backward
         if not is_backward and torch.is_grad_enabled():
             self._note_site()
         return is_backward
