@@ -43,6 +43,8 @@ bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/torch_step.py cpu benchmarks/results
 	$(BIN)/python benchmarks/torch_ranks.py benchmarks/results
 	$(BIN)/python benchmarks/jax_step.py cpu benchmarks/results
+	$(BIN)/python benchmarks/backtest.py
+	$(BIN)/python benchmarks/backtest_cost.py
 
 docs: $(VENV)/docs.stamp
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html

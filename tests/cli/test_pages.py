@@ -115,6 +115,7 @@ def test_the_commands_of_a_page_print_what_it_shows(page, tmp_path, tmp_path_fac
 
 def test_the_readme_shows_every_command():
     names = {"demo", "report", "watch", "simulate", "presets", "convert", "doctor"}
+    names |= {"backtest", "recommend"}
     commands = [shown.command for shown in shown_in(ROOT / "README.md")]
     assert names == {words[1] for words in commands if words[0] == "lossscale"}
 

@@ -86,7 +86,7 @@ FLAG_POLICIES = st.one_of(
 LIMITS = st.lists(st.integers(-4, 30).map(lambda bits: 1.3 * 2.0**bits), min_size=1)
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(policy=FLAG_POLICIES, limits=LIMITS, measured=st.booleans(), data=st.data())
 def test_the_recorded_policy_takes_the_recorded_steps_again(
     tmp_path_factory, policy, limits, measured, data
@@ -112,7 +112,7 @@ def test_policies_that_read_magnitudes_take_them_again(tmp_path):
         assert scales == outcome.scales.tolist()
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(policy=FLAG_POLICIES, other=FLAG_POLICIES, limits=LIMITS)
 def test_estimates_lie_within_their_bounds(tmp_path_factory, policy, other, limits):
     path = tmp_path_factory.mktemp("run") / "run.jsonl"
@@ -340,7 +340,7 @@ def test_the_start_allows_for_the_inside_of_the_network(tmp_path):
 
 
 def test_a_long_interval_is_for_gradients_that_stay_as_they_are(tmp_path):
-    limits = np.full(4_000, 1.5 * 2.0**14)
+    limits = np.full(2_500, 1.5 * 2.0**14)
     record(tmp_path / "run.jsonl", Dynamic(growth_interval=50), limits)
     found = recommend(tmp_path / "run.jsonl")
     assert Dynamic(init_scale=2.0**13, growth_interval=5_000) == found.policy or (

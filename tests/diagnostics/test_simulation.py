@@ -13,7 +13,7 @@ from helpers.sequences import overflow_pattern
 from helpers.traces import read, replay
 
 import lossscale.numpy as ls
-from lossscale import Dynamic, Fixed, ScaleState, presets
+from lossscale import Dynamic, Fixed, Headroom, Saturation, ScaleState, Signal, presets
 from lossscale.diagnostics import simulate
 from lossscale.diagnostics import simulation as module
 from lossscale.errors import SettingError
@@ -66,6 +66,22 @@ def test_policies_of_any_kind_run_side_by_side():
     flags = np.array([True, False, True])
     results = simulate([Fixed(8.0), AlwaysDown(), Dynamic()], flags)
     assert [8.0, 512.0, 32768.0] == [r.final.scale.item() for r in results]
+
+
+@pytest.mark.parametrize("policy", [Headroom(window=9), Saturation(doubling=3)])
+def test_policies_that_read_magnitudes_are_given_them(policy):
+    """By hand: a signal of every step, with the largest gradient still scaled."""
+    magnitudes = 1.3 * 2.0 ** np.random.default_rng(0).integers(-6, 4, 60)
+    state, scales = ls.init(policy), []
+    for magnitude in magnitudes:
+        amax = np.float32(magnitude * state.scale)
+        state = ls.update(policy, state, Signal(amax <= 65504.0, amax=amax))
+        scales.append(state.scale)
+    flags = np.ones(60, bool)
+    (result,) = simulate([policy], flags, magnitudes=magnitudes)
+    assert scales == result.scale_after(np.arange(1, 61)).tolist()
+    traced = module.trace(policy, flags, magnitudes=magnitudes)
+    assert scales == [state.scale for _, state in traced]
 
 
 def test_progress_is_reported_once_for_each_policy():

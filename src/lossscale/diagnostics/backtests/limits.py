@@ -9,9 +9,9 @@ takes the recorded steps again, whatever is assumed. For other scales:
   `gap.py` below the format's maximum: the least gap that the record allows at most, the
   likely one probably, and the largest at least.
 - The largest gradient of an overflow is not known, and neither that of a step that was
-  not measured. That of the measured steps next to it, two before and two after, stands
-  for it: the mean of their logarithms. An overflow also overflows at every higher scale
-  than the recorded one.
+  not measured. That of the measured steps next to it, two before and two after, is
+  taken for it: the mean of their logarithms. An overflow also overflows at every scale
+  above the recorded one.
 - An overflow at a scale that fits the steps next to it was an unusual batch: probably
   it is finite just below its scale. That is the most there is for every overflow. At
   least it is finite at the scale of the next finite step, if that is lower, and else
