@@ -2,7 +2,7 @@
 
 import pytest
 
-LAYOUTS = ("DDP", "FSDP2")
+LAYOUTS = ("DDP", "DDP around the model", "FSDP2")
 
 
 def build(layout):
@@ -13,7 +13,7 @@ def build(layout):
 
     torch.manual_seed(0)
     model = Block(torch.log1p)
-    if layout == "DDP":
+    if layout != "FSDP2":
         return torch.nn.parallel.DistributedDataParallel(model)
     for part in (model.embed, model.head):
         fully_shard(part)
@@ -28,9 +28,11 @@ def explain(layout, bad_rank, scale):
     from lossscale.torch import GradScaler
 
     model = build(layout)
-    inner = model.module if layout == "DDP" else model
-    inner.middle.weight.requires_grad_(False) if layout == "FSDP2" else None
-    scaler = GradScaler("cpu", init_scale=scale, module=model)
+    inner = model if layout == "FSDP2" else model.module
+    if layout == "FSDP2":
+        inner.middle.weight.requires_grad_(False)
+    named = inner if layout == "DDP around the model" else model
+    scaler = GradScaler("cpu", init_scale=scale, module=named)
     batch = torch.ones(4, 8)
     is_bad = torch.distributed.get_rank() == bad_rank
 
@@ -70,6 +72,7 @@ def test_every_rank_names_the_rank_and_the_layer(two_ranks, layout):
     assert first["loss_finite"] is True
     assert first["finite"] is False
     assert first["first"]["origin"] == "another rank"
+    assert first["first"]["is_nan"] is True
     assert own == first["others"][0]["first"]
     assert "Rank 0: " in first["text"]
     assert "Rank 1: " in first["text"]

@@ -3,9 +3,11 @@
 import copy
 import pickle
 import random
+import sys
 
 import numpy as np
 import pytest
+from helpers.processes import run_process
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -260,3 +262,23 @@ def test_a_scaler_does_not_keep_its_model():
     del setup
     with pytest.raises(SettingError, match="needs the model"):
         scaler.explain(lambda: None)
+
+
+NOTHING_LOADED = """
+import sys
+import torch
+import lossscale.torch as ls
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = ls.GradScaler("cpu", module=model, on_collapse="explain")
+scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+scaler.step(optimizer)
+scaler.update()
+print([name for name in sys.modules if name.startswith("lossscale.torch.explain")])
+"""
+
+
+def test_nothing_of_it_is_imported_by_a_training_step():
+    result = run_process([sys.executable, "-c", NOTHING_LOADED], check=True)
+    assert result.stdout.strip() == "[]"

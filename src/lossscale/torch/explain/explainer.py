@@ -49,12 +49,12 @@ def explain(
         rank_groups: The groups that the scaler was given.
     """
     model = _check_arguments(step_function, model)
-    groups = ranks.find_groups(model, rank_groups)
     run = _Run(step_function, model, scaler)
     snapshot = Snapshot(model)
     guard = WriteGuard(model.parameters())
     try:
         own = run.watch(scale, snapshot, guard)
+        groups = ranks.find_groups(model, run.entered, rank_groups)
         seen = ranks.collect(own, groups)
         trials = []
         if _may_help(seen.values()):
@@ -115,6 +115,8 @@ class _Run:
         self._model = model
         self._scaler = scaler
         self._names = Names(model)
+        self.entered: list[torch.nn.Module] = []
+        """The modules that the batch went through."""
 
     def watch(self, scale: float, snapshot: Snapshot, guard: WriteGuard) -> Explanation:
         """Run the batch at its scale and inspect every operator."""
@@ -131,6 +133,7 @@ class _Run:
         snapshot.begin_run()
         with guard, gradients, tracker:
             self._run(stand_ins, gradients, watch)
+        self.entered = list(tracker.entered)
         notes = (*note_compiled(self._model), *watch.notes())
         return conclude(self._names, gradients, losses, scale, notes)
 
@@ -233,7 +236,7 @@ def conclude(
         for event in (first, first_nan)
     ]
     if first is None and gradients.late:
-        findings[0] = causes.arrived_from_ranks(gradients.late[0])
+        findings[0] = causes.arrived_from_ranks(*next(iter(gradients.late.items())))
     last, broken = gradients.bracket()
     return Explanation(
         scale=scale,

@@ -94,6 +94,8 @@ class ModuleTracker:
         self._is_users: dict[CodeType, bool] = {}
         """Whether code is the user's, by code object."""
         self._handles = contextlib.ExitStack()
+        self.entered: dict[torch.nn.Module, None] = {}
+        """The modules that were entered, in order."""
         self.on_exit: Any = None
         """Called with a module and its outputs."""
 
@@ -111,6 +113,7 @@ class ModuleTracker:
 
     def _push(self, module: torch.nn.Module, _: Any) -> None:
         self._stack.append(module)
+        self.entered.setdefault(module)
         self.is_backward = False
 
     def _pop(self, module: torch.nn.Module, _: Any, outputs: Any) -> None:
