@@ -27,6 +27,7 @@ reports: list[ls.StepReport] = []
 
 scaler: ls.GradScaler = ls.GradScaler()
 scaler = ls.GradScaler("cuda", 2.0**10, 2.0, 0.5, 100, True)
+scaler = ls.GradScaler("cpu", init_scale="auto")
 scaler = ls.GradScaler("cpu", policy=Dynamic(hysteresis=2), on_step=reports.append)
 scaler = ls.GradScaler("cpu", policy=presets.get("torch"), module=model)
 scaler = ls.GradScaler("cpu", names={"weight": model.weight}, measure_norm=True)

@@ -210,7 +210,7 @@ class Dynamic(_Prepared):
         if isinstance(self.init_scale, str):
             message = (
                 f"init_scale must be a number, got {self.init_scale!r}. For a start "
-                "that is found on the first batch pass the policy AutoStart()."
+                "that is found on the first batch, pass the policy AutoStart()."
             )
             raise SettingTypeError(message)
         growth = validation.check_above_one("growth_factor", self.growth_factor)

@@ -7,6 +7,7 @@ import keras
 
 from lossscale import presets
 from lossscale.core import validation
+from lossscale.core.data_policies import AutoStart
 from lossscale.core.policies import Policy
 from lossscale.core.portable import KINDS, check_state, from_portable, to_portable
 from lossscale.core.validation import format_value
@@ -76,17 +77,23 @@ def check_keywords(keywords: dict[str, Any]) -> None:
 
 
 def make_policy(policy: Any, initial_scale: Any, growth_steps: Any) -> Policy:
-    """Return the policy that was given, or Keras's numbers with a floor and a cap."""
+    """Return the policy that was given, or Keras's numbers with a floor and a cap.
+
+    `initial_scale="auto"` is the policy `AutoStart`, with Keras's interval.
+    """
     if policy is None:
+        is_auto = isinstance(initial_scale, str) and initial_scale == "auto"
+        first = INITIAL_SCALE if is_auto else initial_scale
         if isinstance(growth_steps, float) and growth_steps.is_integer():
             growth_steps = int(growth_steps)  # Keras counts to 2.0 as well
-        return presets.get(
+        rule = presets.get(
             "keras",
-            init_scale=validation.check_scale("initial_scale", initial_scale),
+            init_scale=validation.check_scale("initial_scale", first),
             growth_interval=validation.check_count(
                 "dynamic_growth_steps", growth_steps
             ),
         )
+        return AutoStart(rule) if is_auto else rule
     if isinstance(policy, type) or not isinstance(policy, Policy):
         message = (
             "policy must be a policy, such as lossscale.Dynamic(), lossscale.Fixed(8.0)"

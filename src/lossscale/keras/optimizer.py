@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, Literal
 
 import keras
 from keras import ops
@@ -58,7 +58,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def __init__(
         self,
         inner_optimizer: Any,
-        initial_scale: float = arguments.INITIAL_SCALE,
+        initial_scale: float | Literal["auto"] = arguments.INITIAL_SCALE,
         dynamic_growth_steps: int = arguments.GROWTH_STEPS,
         name: str | None = None,
         *,
@@ -69,7 +69,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Args:
             inner_optimizer: The optimizer of Keras that applies the gradients.
-            initial_scale: The scale to start with, if no policy is given.
+            initial_scale: The scale to start with, if no policy is given; or "auto" for
+                the policy `AutoStart`, which finds it on the first batch.
             dynamic_growth_steps: How many finite steps in a row double the scale, if
                 no policy is given.
             name: The name of the optimizer.
@@ -90,7 +91,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # By name: before Keras 3.12 it is one of the keywords.
         super().__init__(inner_optimizer, scale, interval, name=name)
         self.policy = chosen
-        self._policy_was_given = policy is not None
+        self._policy_was_given = policy is not None or initial_scale == "auto"
         self._measures_amax = "amax" in wanted_measurements(chosen)
         self._loop = TrainingLoop()
         self._elements = 0

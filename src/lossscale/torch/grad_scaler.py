@@ -95,7 +95,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(
         self,
         device: str = "cuda",
-        init_scale: float = 2.0**16,
+        init_scale: float | Literal["auto"] = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
@@ -120,7 +120,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             device: The kind of device, as torch has it.
-            init_scale: The initial scale.
+            init_scale: The initial scale, or "auto" for the policy `AutoStart`, which
+                finds it on the first batch (see `attempts`).
             growth_factor: The factor of a growth, after enough finite steps.
             backoff_factor: The factor of a back-off, after a skipped step.
             growth_interval: How many consecutive finite steps make the scale grow.
@@ -156,9 +157,10 @@ class GradScaler(torch.amp.GradScaler):
                 one of the numbers that it replaces.
             StateError: If the policy cannot go on from the state.
         """
-        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        first_scale = options.parse_init_scale(init_scale)
+        numbers = (first_scale, growth_factor, backoff_factor, growth_interval)
         rank_groups = parse_rank_groups(process_groups, meshes, shard_groups)
-        given = options.check_policy(policy, numbers)
+        given = options.check_policy(policy, numbers, is_auto=init_scale == "auto")
         validation.check_choice("on_no_gradients", on_no_gradients, ("raise", "ignore"))
         options.check_on_collapse(on_collapse, module)
         options.check_callback(on_step)

@@ -7,7 +7,7 @@ optimizer is stepped without `unscale_`; the flag is 0 or 1, however many ranks 
 found something; and a float16 loss is multiplied in float32.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -33,7 +33,7 @@ class ShardedGradScaler(GradScaler):
     def __init__(
         self,
         device: str = "cuda",
-        init_scale: float = 2.0**16,
+        init_scale: float | Literal["auto"] = 2.0**16,
         backoff_factor: float = 0.5,
         growth_factor: float = 2.0,
         growth_interval: int = 2000,
@@ -45,7 +45,7 @@ class ShardedGradScaler(GradScaler):
 
         Args:
             device: The kind of device, as torch has it.
-            init_scale: The initial scale.
+            init_scale: The initial scale, or "auto" to find it on the first batch.
             backoff_factor: The factor of a back-off, after a skipped step.
             growth_factor: The factor of a growth, after enough finite steps.
             growth_interval: How many consecutive finite steps make the scale grow.

@@ -16,6 +16,7 @@ from lossscale import (
     ScaleState,
     Signal,
     from_portable,
+    presets,
     to_portable,
 )
 from lossscale.errors import SettingError
@@ -203,6 +204,17 @@ def test_the_first_scale_is_found_before_fit_and_nothing_is_lost():
     assert 0 < int(model.optimizer.last_step.skipped_steps) <= 4
     assert before != [numpy(weight).tolist() for weight in model.weights]
     assert not bool(optimizer.policy.is_starting(model.optimizer.state))
+
+
+def test_auto_is_short_for_the_policy_with_keras_interval():
+    inner = keras.optimizers.SGD()
+    optimizer = LossScaleOptimizer(inner, "auto", dynamic_growth_steps=5)
+    expected = AutoStart(presets.get("keras", growth_interval=5))
+    assert expected == optimizer.policy
+    again = LossScaleOptimizer.from_config(optimizer.get_config())
+    assert expected == again.policy
+    with pytest.raises(SettingError, match="initial_scale='auto'"):
+        LossScaleOptimizer(inner, "auto", policy=expected)
 
 
 def test_a_state_is_portable():

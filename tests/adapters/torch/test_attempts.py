@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import lossscale.torch as ls  # noqa: E402
-from lossscale import AutoStart, Dynamic, Headroom  # noqa: E402
+from lossscale import AutoStart, Dynamic, Headroom, presets  # noqa: E402
 from lossscale.errors import SettingError  # noqa: E402
 
 
@@ -96,6 +96,29 @@ def test_a_loaded_search_goes_on():
     second.scaler.load_state_dict(first.scaler.state_dict())
     assert [3] == second.train([256.0])
     assert [1] == copy.deepcopy(second).train([256.0])
+
+
+def test_auto_is_short_for_the_policy_with_torchs_other_numbers():
+    scaler = ls.GradScaler("cpu", init_scale="auto", growth_interval=7)
+    loop = Loop(None, init_scale="auto", growth_interval=7)
+    assert [4, 1] == loop.train([256.0] * 2)
+    assert AutoStart(presets.get("torch", growth_interval=7)) == scaler.policy
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"init_scale": "autos"},
+            "init_scale must be a number or \"auto\", got 'autos'",
+        ),
+        ({"init_scale": "auto", "policy": AutoStart()}, "together with init_scale"),
+        ({"init_scale": "auto", "growth_factor": 0.5}, "growth_factor must be"),
+    ],
+)
+def test_auto_comes_without_a_policy_and_with_valid_numbers(options, expected):
+    with pytest.raises(SettingError, match=expected):
+        ls.GradScaler("cpu", **options)
 
 
 def test_a_disabled_scaler_makes_one_attempt():

@@ -79,9 +79,7 @@ class Evaluation:
         consts = [Value(const, None, kind_of(const)) for const in closed.consts]
         return self.run(closed.jaxpr, consts, inputs, outer)
 
-    def _run_equation(
-        self, eqn: Any, inputs: list[Value], place: Place
-    ) -> list[Value]:
+    def _run_equation(self, eqn: Any, inputs: list[Value], place: Place) -> list[Value]:
         name = eqn.primitive.name
         if name in CONTROL:
             return CONTROL[name](self, eqn, inputs, place)

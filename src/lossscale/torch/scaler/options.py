@@ -3,17 +3,19 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 from weakref import ref
 
 import torch
 
 from lossscale.core import validation
+from lossscale.core.data_policies import AutoStart
 from lossscale.core.policies import Policy
 from lossscale.core.validation import format_value
 from lossscale.errors import SettingError, SettingTypeError
 from lossscale.torch.distributed.rank_groups import RankGroups
 from lossscale.torch.scaler.param_names import ParamNames
+from lossscale.torch.scaler.scale_update import torch_policy
 
 if TYPE_CHECKING:
     from lossscale.torch.grad_scaler import GradScaler
@@ -24,7 +26,8 @@ Names: TypeAlias = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tenso
 TorchNumbers: TypeAlias = tuple[float, float, float, int]
 """torch's initial scale, growth factor, back-off factor and growth interval."""
 
-_TORCH_DEFAULTS: TorchNumbers = (2.0**16, 2.0, 0.5, 2000)
+_FIRST_SCALE = 2.0**16
+_TORCH_DEFAULTS: TorchNumbers = (_FIRST_SCALE, 2.0, 0.5, 2000)
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,35 @@ class ScalerOptions:
         return replace(self, rank_groups=rank_groups, model=None)
 
 
-def check_policy(policy: object, numbers: TorchNumbers) -> Policy | None:
-    """Return a policy, or raise unless it is one and comes alone."""
+def parse_init_scale(init_scale: float | Literal["auto"]) -> float:
+    """Return the first scale as a number: torch's own for "auto"."""
+    if not isinstance(init_scale, str):
+        return init_scale
+    if init_scale != "auto":
+        message = f'init_scale must be a number or "auto", got {init_scale!r}.'
+        raise SettingError(message)
+    return _FIRST_SCALE
+
+
+def check_policy(
+    policy: object, numbers: TorchNumbers, *, is_auto: bool = False
+) -> Policy | None:
+    """Return a policy, or raise unless it is one and comes alone.
+
+    Args:
+        policy: What was given; `None` for torch's numbers.
+        numbers: torch's numbers.
+        is_auto: Whether `AutoStart` is to find the first scale.
+    """
     if policy is None:
-        return None
+        return AutoStart(torch_policy(*numbers)) if is_auto else None
     if not isinstance(policy, Policy):
         message = (
             f"policy must have init() and step(), got {format_value(policy)}. Write "
             "Dynamic(...), Fixed(...) or presets.get(...)."
         )
         raise SettingError(message)
-    if numbers != _TORCH_DEFAULTS:
+    if is_auto or numbers != _TORCH_DEFAULTS:
         message = (
             "policy= was given together with init_scale, growth_factor, backoff_factor "
             "or growth_interval; put these numbers into the policy, such as "
