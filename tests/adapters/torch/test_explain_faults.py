@@ -139,10 +139,12 @@ def test_the_batch_is_run_at_the_scalers_own_scale():
     assert scales == [4.0]
 
 
+@pytest.mark.parametrize("named", ["inner", "compiled"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_is_explained_without_its_compiled_code(backend):
-    model = torch.compile(Block(lambda x: x.log()), backend=backend)
-    scaler = GradScaler("cpu", module=model)
+def test_a_compiled_model_is_explained_without_its_compiled_code(backend, named):
+    inner = Block(lambda x: x.log())
+    model = torch.compile(inner, backend=backend)
+    scaler = GradScaler("cpu", module=inner if named == "inner" else model)
     step = autocast_step(model, normal_batch())
     seen = scaler.explain(lambda: step(scaler))
     assert (seen.first.module, seen.first.operation) == ("middle", "log")

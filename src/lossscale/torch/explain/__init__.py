@@ -8,6 +8,7 @@ write_guard.py   copies a parameter when an operator writes to it
 modules.py       names of modules and parameters; which module an operator is in
 kinds.py         whether a tensor has NaN or infinities
 watch.py         inspects what every operator reads and writes
+operators.py     what an operator's schema says of it
 events.py        an operator that wrote something that was not finite
 origins.py       what an operator did to make a number that is not finite
 magnitudes.py    how large a result would have been

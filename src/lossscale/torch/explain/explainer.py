@@ -2,7 +2,7 @@
 """`explain`: runs a batch again and says why it was not finite. The order of calls."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -134,7 +134,8 @@ class _Run:
         with guard, gradients, tracker:
             self._run(stand_ins, gradients, watch)
         self.entered = list(tracker.entered)
-        notes = (*note_compiled(self._model), *watch.notes())
+        parts = [*self._model.modules(), *self.entered]
+        notes = (*note_compiled(parts), *watch.notes())
         return conclude(self._names, gradients, losses, scale, notes)
 
     def is_finite_at(self, scale: float, snapshot: Snapshot, guard: WriteGuard) -> bool:
@@ -182,9 +183,9 @@ class _Run:
             raise ContextError(message)
 
 
-def note_compiled(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return what cannot be seen of a model with compiled modules."""
-    if not any(_is_compiled(part) for part in model.modules()):
+def note_compiled(modules: Iterable[torch.nn.Module]) -> tuple[str, ...]:
+    """Return what cannot be seen of modules that are compiled."""
+    if not any(map(_is_compiled, modules)):
         return ()
     note = (
         "Compiled modules were run without their compiled code, which may keep "

@@ -6,11 +6,11 @@ which others. A result is known by the address of its storage: each operator tha
 to it renews what is known of that address, so that no tensor is kept alive.
 """
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
 
 from lossscale.core.explanation.findings import Role
 from lossscale.core.explanation.origins import Origin
@@ -19,13 +19,15 @@ from lossscale.torch.explain import magnitudes
 from lossscale.torch.explain.events import Event, Site
 from lossscale.torch.explain.kinds import Kind, address_of, is_finite, kind_of
 from lossscale.torch.explain.modules import ModuleTracker, Names
+from lossscale.torch.explain.operators import (
+    Arguments,
+    copy_written,
+    has_known_results,
+    tensors_in,
+    written_tensors,
+)
 from lossscale.torch.explain.origins import find_origin, plain_name
 from lossscale.torch.torch_internals import current_node, is_mutable
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-Arguments: TypeAlias = tuple[Any, ...]
 
 
 class OperatorWatch(TorchDispatchMode):
@@ -95,9 +97,9 @@ class OperatorWatch(TorchDispatchMode):
         before = args, kwargs
         if is_mutable(func):
             with torch.no_grad():
-                before = _copy_written(func, args, kwargs)
+                before = copy_written(func, args, kwargs)
         results = func(*args, **kwargs)
-        if not _skips(func):
+        if not has_known_results(func):
             try:
                 with torch.no_grad():
                     self._inspect(func, before, results, node, is_backward=is_backward)
@@ -107,7 +109,7 @@ class OperatorWatch(TorchDispatchMode):
         return results
 
     def _note_collective(self, values: Any) -> None:
-        for tensor in _tensors(values):
+        for tensor in tensors_in(values):
             address = address_of(tensor)
             if address is not None:
                 self._from_ranks.add(address)
@@ -125,7 +127,7 @@ class OperatorWatch(TorchDispatchMode):
         """Record an event if a result is not finite."""
         flat, _ = tree_flatten(results)
         if is_mutable(func) and not flat:
-            flat = _written(func, before[0], before[1])
+            flat = written_tensors(func, before[0], before[1])
         event: Event | None = None
         for index, tensor in enumerate(flat):
             if not isinstance(tensor, torch.Tensor):
@@ -160,7 +162,7 @@ class OperatorWatch(TorchDispatchMode):
         args, kwargs = before
         given = [
             (tensor, found)
-            for tensor in _tensors(before)
+            for tensor in tensors_in(before)
             if (found := kind_of(tensor)) is not None
         ]
         name = plain_name(func)
@@ -206,7 +208,7 @@ class OperatorWatch(TorchDispatchMode):
 
     def _describe_cast(self, event: Event, before: Any) -> None:
         """Say what was cast: autocast casts the inputs of a layer, and its weights."""
-        source = next(iter(_tensors(before)))
+        source = next(iter(tensors_in(before)))
         owned = self._owned.get(address_of(source) or 0)
         if owned is None:
             event.role = "input"
@@ -288,7 +290,7 @@ class OperatorWatch(TorchDispatchMode):
         """Note which events wrote the outputs of a module."""
         if not self.events:
             return
-        for tensor in _tensors(outputs):
+        for tensor in tensors_in(outputs):
             event = self._by_address.get(address_of(tensor) or 0)
             if event is None or event.site is None or event.is_backward:
                 continue
@@ -303,51 +305,6 @@ def _judge(origin: Origin, name: str, magnitude: float | None) -> Origin:
     if name in _GROWING:
         return "overflow"
     return origin
-
-
-def _copy_written(
-    func: Any, args: Arguments, kwargs: dict[str, Any]
-) -> tuple[Arguments, dict[str, Any]]:
-    """Return the arguments of an operator, with copies of what it will write to."""
-    written = {id(tensor) for tensor in _written(func, args, kwargs)}
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if id(tensor) in written else tensor
-
-    copied: tuple[Arguments, dict[str, Any]]
-    copied = tree_map_only(torch.Tensor, copy, (args, kwargs))
-    return copied
-
-
-def _written(func: Any, args: Arguments, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that an operator writes to."""
-    found: list[torch.Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = kwargs.get(argument.name, args[index] if index < len(args) else None)
-        found += _tensors(value)
-    return found
-
-
-def _skips(func: Any) -> bool:
-    """Whether the results of an operator have nothing to say.
-
-    They are not written yet, or they are views of what is known already.
-    """
-    name = str(func._schema.name).rpartition("::")[2]  # noqa: SLF001
-    if name in _UNWRITTEN:
-        return True
-    if name == "lift_fresh" or is_mutable(func):
-        return False
-    returns: Sequence[Any] = func._schema.returns  # noqa: SLF001
-    return bool(returns) and all(one.alias_info is not None for one in returns)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested values."""
-    flat, _ = tree_flatten(values)
-    return [value for value in flat if isinstance(value, torch.Tensor)]
 
 
 def _name_dtype(tensor: torch.Tensor) -> str:
@@ -371,19 +328,6 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 _OF_OPTIMIZERS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_")
 """Operators that check gradients and update weights, after the backward pass."""
-
-_UNWRITTEN = frozenset(
-    {
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "empty_permuted",
-        "new_empty",
-        "new_empty_strided",
-        "resize_",
-        "set_",
-    }
-)
 
 _PASSIVE = frozenset(
     {"to", "clone", "copy", "sum", "add", "detach", "view", "reshape", "stack", "cat"}
