@@ -12,6 +12,7 @@ All functions take dense real tensors of a CPU; some of them may have no element
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -93,7 +94,8 @@ class HostLayout:
         if self._rows is not None and len(self._rows) > 1:
             self._order = [index for rows in self._rows for index in rows]
             counts = [counts[index] for index in self._order]
-        self._lengths = torch.tensor(counts, device="cpu")
+        self._ends = torch.tensor(list(accumulate(counts)), device="cpu")
+        """Where each stretch ends."""
         self._factor = torch.ones((), dtype=torch.float32, device="cpu")
         self._factor_as_float = 1.0
         self._ignored_flag = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -101,15 +103,15 @@ class HostLayout:
     def read(
         self, grads: list[torch.Tensor], kept_elements: int
     ) -> tuple[float, list[float] | None, Callable[[], list[float]] | None]:
-        """Return the norm of small gradients; if it is not finite, their magnitudes.
+        """Return the norm of small gradients; if it is not finite, which are not.
 
         They are copied to one tensor first. A view of each, which `flatten` makes,
         takes four times as long as its copy.
 
         Args:
             grads: The gradients.
-            kept_elements: Up to so many elements, what returns the magnitudes is
-                returned instead of them; it keeps the copy.
+            kept_elements: Up to so many elements, a function that finds them is
+                returned instead; it keeps the copy.
         """
         rows = self._rows
         if rows is None:
@@ -123,20 +125,23 @@ class HostLayout:
         if math.isfinite(norm):
             return norm, None, None
         if copy.numel() <= kept_elements:
-            return norm, None, partial(self._amax_in, copy)
-        return norm, self._amax_in(copy), None
+            return norm, None, partial(self._find_in, copy)
+        return norm, self._find_in(copy), None
 
-    def _amax_in(self, copy: torch.Tensor) -> list[float]:
-        """Return the largest magnitude of each gradient; NaN is larger than any."""
-        found: list[float] = torch.segment_reduce(
-            copy.abs().reshape(-1), "max", lengths=self._lengths, unsafe=True
-        ).tolist()
+    def _find_in(self, copy: torch.Tensor) -> list[float]:
+        """Return NaN or infinity for each gradient that is not finite, else 0."""
+        flat = copy.reshape(-1)
+        places = (flat - flat).nonzero().squeeze(1)  # inf - inf is NaN, which is not 0
+        indices = torch.searchsorted(self._ends, places, right=True)
+        found = torch.zeros(len(self._ends), device="cpu")
+        found.scatter_reduce_(0, indices, flat[places].abs(), "amax")  # NaN is largest
+        kinds: list[float] = found.tolist()
         if self._order is None:
-            return found
-        amaxes = [0.0] * len(found)
-        for index, amax in zip(self._order, found, strict=True):
-            amaxes[index] = amax
-        return amaxes
+            return kinds
+        ordered = [0.0] * len(kinds)
+        for index, kind in zip(self._order, kinds, strict=True):
+            ordered[index] = kind
+        return ordered
 
     def multiply_(self, grads: list[torch.Tensor], factor: float) -> None:
         """Multiply gradients of this layout by one float32 number, in place."""

@@ -179,8 +179,10 @@ class GradientInspector:
             summary, found_inf, loss_nonfinite = measure_over_ranks(
                 groups, grads, plan, carried, request, of_ranks()
             )
-        counts = [len(group["params"]) for group in optimizer.param_groups]
-        if len(grads) != sum(counts):
+        count = 0
+        for group in optimizer.param_groups:
+            count += len(group["params"])
+        if len(grads) != count:
             params = params_of(optimizer)
             summary.param_indices = [
                 index for index, param in enumerate(params) if param.grad is not None
