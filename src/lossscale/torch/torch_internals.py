@@ -38,6 +38,11 @@ flatten: Callable[[list[torch.Tensor]], torch.Tensor] = (
 )
 """Copies the elements of tensors to one tensor of one dimension."""
 
+unflatten: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] = (
+    torch._utils._unflatten_dense_tensors
+)
+"""Returns views of such a tensor, of the shapes of the tensors that it was made of."""
+
 all_addresses_equal: (
     Callable[[Sequence[torch.Tensor], list[int], list[int]], bool] | None
 )

@@ -154,6 +154,23 @@ def _is_dense(columns: Columns, index: int) -> bool:
     return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
 
 
+def _unscale(
+    grads: Tensors, dtype: torch.dtype, inverse: float | None
+) -> Sequence[torch.Tensor]:
+    """Return gradients in a dtype, unscaled; they are left as they are."""
+    present = set(map(_dtype_of, grads))
+    if present == {dtype}:
+        return grads if inverse is None else ti.foreach_mul(grads, inverse)
+    if len(present) == 1:
+        # One cast for all of them.
+        flat = ti.flatten(grads).to(dtype)
+        if inverse is not None:
+            flat.mul_(inverse)
+        return ti.unflatten(flat, grads)
+    wide = [grad.to(dtype) for grad in grads]
+    return wide if inverse is None else ti.foreach_mul(wide, inverse)
+
+
 def _update_run(
     run: Columns, known: Corrections, group: Mapping[str, Any], inverse: float | None
 ) -> None:
@@ -162,11 +179,7 @@ def _update_run(
     decay = group["weight_decay"]
     beta1, beta2 = group["betas"]
     dtype = weights[0].dtype
-    grads: Sequence[torch.Tensor] = [
-        grad if grad.dtype == dtype else grad.to(dtype) for grad in run.grads
-    ]
-    if inverse is not None:
-        grads = ti.foreach_mul(grads, inverse)
+    grads = _unscale(run.grads, dtype, inverse)
     if group["maximize"]:
         grads = ti.foreach_neg(grads)
     if decay != 0 and group["decoupled_weight_decay"]:
