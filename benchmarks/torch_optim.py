@@ -26,8 +26,8 @@ to try the program; its times mean nothing.
 
 On a CPU a time is the processor's, with one thread. There the update alone is compared,
 for 10, 150 and 2,000 tensors of 64 numbers and for large ones: torch's foreach AdamW;
-ours; ours with a scale, which torch's does not divide out; and ours on float16 weights
-with masters.
+ours; ours with a scale, which torch's alone does not divide out; ours on float16
+weights with masters; and the same with a scaler's step and update, torch's and ours.
 """
 
 import csv
@@ -124,7 +124,6 @@ def measure_phase(case, shapes, table) -> None:
         "ours, masters": masters,
         "our update": update,
         "our update, masters": update_masters,
-        "our update with statistics": our_update(wide, update_statistics=True),
     }
     if device == "cuda":
         for call in (ours, masters):
@@ -412,9 +411,33 @@ def measure_on_cpu(table) -> None:
             "ours, masters, scaled": scaled_update(
                 make_params(shapes, "cpu", torch.float16), master_weights=True
             ),
+            "torch's scaler and foreach": host_phase(
+                torch.amp.GradScaler,
+                torch.optim.AdamW(make_params(shapes, "cpu"), 1e-9, foreach=True),
+            ),
+            "our scaler, ours": host_phase(
+                GradScaler, optim.AdamW(make_params(shapes, "cpu"), 1e-9)
+            ),
+            "our scaler, ours, masters": host_phase(
+                GradScaler,
+                optim.AdamW(
+                    make_params(shapes, "cpu", torch.float16), 1e-9, master_weights=True
+                ),
+            ),
         }
         times = in_turns(calls, "cpu", turns=turns)
         table.write(case, "update", times, against="torch's foreach")
+
+
+def host_phase(kind, optimizer):
+    """Return what a scaler does after the backward pass."""
+    scaler = make_scaler(kind, "cpu")
+
+    def phase():
+        scaler.step(optimizer)
+        scaler.update()
+
+    return phase
 
 
 def scaled_update(params, **options):

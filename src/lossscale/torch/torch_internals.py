@@ -41,6 +41,11 @@ flatten: Callable[[list[torch.Tensor]], torch.Tensor] = (
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """`torch.no_grad` takes as long as reading ten small tensors does."""
 
+unflatten: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] = (
+    torch._utils._unflatten_dense_tensors
+)
+"""Returns views of such a tensor, of the shapes of the tensors that it was made of."""
+
 all_addresses_equal: (
     Callable[[Sequence[torch.Tensor], list[int], list[int]], bool] | None
 )

@@ -1,4 +1,4 @@
-"""What torch's own optimizer tests ask, for all settings of torch's table of optimizers.
+"""What torch's own optimizer tests ask, for all settings of torch's own table.
 
 `optim_db` of torch.testing._internal lists, for each class, settings, arguments that
 must be refused with their messages, and schedulers. Each check runs our class and
@@ -306,7 +306,7 @@ def test_hooks_of_state_dicts_are_called_in_torchs_order(entry):
 
 @every_class
 def test_hooks_of_all_optimizers_are_called_around_ours(entry):
-    from torch.optim.optimizer import (  # noqa: PLC0415
+    from torch.optim.optimizer import (
         register_optimizer_step_post_hook,
         register_optimizer_step_pre_hook,
     )
