@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from lossscale.jax.explanation.places import Place
+from lossscale.core.explanation.evaluated import Place
 from lossscale.jax.explanation.values import Value, kind_of
 
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")

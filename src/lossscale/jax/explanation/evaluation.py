@@ -11,12 +11,13 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
+from lossscale.core.explanation.evaluated import Kind, Node, Place
 from lossscale.core.explanation.origins import Origin
 from lossscale.jax.explanation.control import CONTROL, find_inner
 from lossscale.jax.explanation.magnitudes import measure_wide
 from lossscale.jax.explanation.origins import find_origin, find_origin_of_nan
-from lossscale.jax.explanation.places import Place, find_place
-from lossscale.jax.explanation.values import Kind, Node, Value, kind_of
+from lossscale.jax.explanation.places import find_place
+from lossscale.jax.explanation.values import Value, kind_of
 
 _SILENT = frozenset({"debug_callback", "debug_print"})
 """Equations that are left out: they have no result, and were seen in training."""
@@ -79,9 +80,7 @@ class Evaluation:
         consts = [Value(const, None, kind_of(const)) for const in closed.consts]
         return self.run(closed.jaxpr, consts, inputs, outer)
 
-    def _run_equation(
-        self, eqn: Any, inputs: list[Value], place: Place
-    ) -> list[Value]:
+    def _run_equation(self, eqn: Any, inputs: list[Value], place: Place) -> list[Value]:
         name = eqn.primitive.name
         if name in CONTROL:
             return CONTROL[name](self, eqn, inputs, place)
