@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a batch was computed of: operations as nodes, and the way back to the first fault.
+"""Operations that were evaluated, and the way back to the first that failed.
 
 Frameworks whose operations are evaluated one by one fill it in. Imports the core only.
 """

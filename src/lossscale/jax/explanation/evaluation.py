@@ -89,7 +89,7 @@ class Evaluation:
             return self.run_closed(inner, inputs, place)
         arrays = [value.array for value in inputs]
         found = eqn.primitive.get_bind_params(eqn.params)
-        # Before JAX 0.10, functions came apart from the other parameters.
+        # Before JAX 0.10, functions were not among the other parameters.
         functions, params = found if isinstance(found, tuple) else ((), found)
         with eqn.ctx.manager:
             results = eqn.primitive.bind(*functions, *arrays, **params)

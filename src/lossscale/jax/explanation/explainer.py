@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`explain`: evaluates one batch equation by equation and says why it was not finite."""
+"""`explain`: evaluates one batch equation by equation, and says what failed first."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,13 +28,17 @@ from lossscale.jax.gradient import is_differentiable
 from lossscale.jax.types import PyTree
 from lossscale.jax.value_and_grad import differentiate_scaled
 
+_TRACED = (
+    "explain() was called inside jit or another transformation, where there are no "
+    "numbers. Call it outside, with the arguments of the batch."
+)
 _INTERPRETED_ONLY = (
     "Compiled, the gradients of this batch are finite at this scale: XLA keeps some "
     "results in a wider format. Here each operation was rounded by itself."
 )
 _COMPILED_ONLY = (
-    "Compiled, the batch is not finite at this scale. Evaluated one operation at a time "
-    "it is finite, so the operation cannot be named."
+    "Compiled, the batch is not finite at this scale. Evaluated one operation at a "
+    "time it is finite, so the operation cannot be named."
 )
 
 
@@ -192,13 +196,9 @@ def _read_scale(state: Any) -> float:
     scale = state
     if isinstance(state, tuple):
         check_state(state)
-        scale = state.scale
+        scale = getattr(state, "scale", None)
     if isinstance(scale, jax.core.Tracer):
-        message = (
-            "explain() was called inside jit or another transformation, where there are "
-            "no numbers. Call it outside, with the arguments of the batch."
-        )
-        raise ContextError(message)
+        raise ContextError(_TRACED)
     if isinstance(scale, (jax.Array, np.ndarray, np.generic)):
         if scale.size != 1:
             message = (
@@ -240,11 +240,7 @@ class _Program:
         self._places = [i for i, (_, leaf) in enumerate(pairs) if _is_array(leaf)]
         self.leaves: list[PyTree] = [pairs[i][1] for i in self._places]
         if any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves):
-            message = (
-                "explain() was called inside jit or another transformation, where there "
-                "are no numbers. Call it outside, with the arguments of the batch."
-            )
-            raise ContextError(message)
+            raise ContextError(_TRACED)
         chosen = {argnums} if isinstance(argnums, int) else set(argnums)
         chosen = {position % max(1, len(args)) for position in chosen}
         paths = [pairs[i][0] for i in self._places]
@@ -279,7 +275,7 @@ class _Program:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether a leaf is traced; whole numbers and flags of Python stay what they are."""
+    """Whether a leaf is traced; Python's whole numbers and flags stay constants."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex))
 
 

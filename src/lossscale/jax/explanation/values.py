@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of an evaluation: what each has that is not finite, and what it was made of."""
+"""Values of an evaluation: what each has that is not finite, and what made it."""
 
 from typing import Any, NamedTuple
 

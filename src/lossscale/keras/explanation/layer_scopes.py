@@ -38,7 +38,7 @@ class LayerScopes:
             del vars(layer)["call"]
 
     def _wrap(self, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-        own = Place(layer.path, type(layer).__name__)
+        own = Place(layer.path or layer.name, type(layer).__name__)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             outer = self.current

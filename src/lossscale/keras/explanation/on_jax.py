@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch on JAX: `stateless_call`, and the jaxpr of it evaluated equation by equation.
+"""The batch on JAX: `stateless_call`, whose jaxpr is evaluated one by one.
 
 Keras gives each layer a named scope on JAX.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 
-from lossscale.core.explanation.findings import Explanation
+from lossscale.core.explanation.findings import Explanation, Finding
 from lossscale.jax.explanation.explainer import explain_program
 from lossscale.keras.explanation.variables import KeptVariables
 
@@ -55,13 +56,32 @@ def explain(
         return loss, grads
 
     flags = [index < counts[0] for index in range(len(names))]
-    return explain_program(
+    seen = explain_program(
         run,
         scale,
         [*values, *data],
         names=names,
         parameters=flags,
         gradient_names=names[: counts[0]],
+    )
+    layers = {layer.name: layer for layer in model._flatten_layers()}  # noqa: SLF001
+    return replace(
+        seen,
+        first=_name_layer(seen.first, layers),
+        first_nan=_name_layer(seen.first_nan, layers),
+    )
+
+
+def _name_layer(found: Finding | None, layers: dict[str, Any]) -> Finding | None:
+    """Return a finding with the layer of its innermost scope."""
+    if found is None or found.module is None:
+        return found
+    scopes = found.module.split("/")
+    layer = next((layers[name] for name in scopes[::-1] if name in layers), None)
+    if layer is None:
+        return replace(found, module_type=None)
+    return replace(
+        found, module=layer.path or layer.name, module_type=type(layer).__name__
     )
 
 

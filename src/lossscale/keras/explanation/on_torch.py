@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import keras
+import torch
 
 from lossscale.core.explanation.findings import Explanation, Finding
 from lossscale.keras.explanation.variables import KeptVariables
@@ -26,14 +27,18 @@ def explain(
 
     device = next(iter(model.parameters())).device.type
     scaler = GradScaler(device, init_scale=scale)
-    seen = scaler.explain(run, module=model)
-    names = _list_names(model)
+    # Keras's layers are no attributes of the model that torch knows of.
+    holder = torch.nn.Module()
+    for index, layer in enumerate(model._flatten_layers()):  # noqa: SLF001
+        holder.add_module(f"layer{index}", layer)
+    seen = scaler.explain(run, module=holder)
+    names = _list_names(holder, model.variables)
     return replace(
         seen,
         first=_rename(seen.first, names),
         first_nan=_rename(seen.first_nan, names),
-        last_finite_gradient=names.get(seen.last_finite_gradient or ""),
-        first_nonfinite_gradient=names.get(seen.first_nonfinite_gradient or ""),
+        last_finite_gradient=_look_up(seen.last_finite_gradient, names),
+        first_nonfinite_gradient=_look_up(seen.first_nonfinite_gradient, names),
     )
 
 
@@ -45,16 +50,20 @@ def _to_tensor(leaf: Any) -> Any:
     return keras.ops.cast(tensor, keras.backend.floatx()) if is_wide else tensor
 
 
-def _list_names(model: Any) -> dict[str, str]:
+def _list_names(holder: torch.nn.Module, variables: list[Any]) -> dict[str, str]:
     """Return Keras's names of modules and parameters by torch's."""
-    paths = {id(variable.value): variable.path for variable in model.variables}
-    names = {
-        name: module.path
-        for name, module in model.named_modules()
+    paths = {id(variable.value): variable.path for variable in variables}
+    layers = {
+        name: str(module.path or module.name)
+        for name, module in holder.named_modules()
         if isinstance(module, keras.layers.Layer)
     }
-    params = {name: paths.get(id(p), name) for name, p in model.named_parameters()}
-    return params | names
+    params = {name: paths.get(id(p), name) for name, p in holder.named_parameters()}
+    return params | layers
+
+
+def _look_up(name: str | None, names: dict[str, str]) -> str | None:
+    return None if name is None else names.get(name, name)
 
 
 def _rename(found: Finding | None, names: dict[str, str]) -> Finding | None:
@@ -62,6 +71,6 @@ def _rename(found: Finding | None, names: dict[str, str]) -> Finding | None:
         return None
     return replace(
         found,
-        module=None if found.module is None else names.get(found.module, found.module),
-        tensor=None if found.tensor is None else names.get(found.tensor, found.tensor),
+        module=_look_up(found.module, names),
+        tensor=_look_up(found.tensor, names),
     )
