@@ -9,7 +9,16 @@ import torch
 
 import lossscale.torch as ls
 import lossscale.torch.classic as torch_classic
-from lossscale import Dynamic, Fixed, Policy, ScaleState, Signal, presets
+from lossscale import (
+    Dynamic,
+    Explanation,
+    Finding,
+    Fixed,
+    Policy,
+    ScaleState,
+    Signal,
+    presets,
+)
 from lossscale.core import classic
 
 model: Any = torch.nn.Linear(2, 1)
@@ -97,6 +106,17 @@ ls.GradScaler("cpu", process_groups=[], meshes=None, shard_groups=None)
 ls.GradScaler("cpu", policy=8.0)  # type: ignore[arg-type]
 ls.GradScaler("cpu", 8.0, 2.0, 0.5, 100, True, Dynamic())  # type: ignore[call-arg]
 ls.GradScaler("cpu", init_scale="8")  # type: ignore[arg-type]
+ls.GradScaler("cpu", module=model, on_collapse="explain")
+explained: Explanation = scaler.explain(lambda: loss)
+explained = scaler.explain(lambda: None, module=model)
+first: Finding | None = explained.first
+helps: bool | None = explained.lower_scale_helps
+helping: float | None = explained.helping_scale
+words: str = str(explained) + explained.advice
+data: dict[str, Any] = explained.to_dict()
+last: Explanation | None = scaler.last_explanation
+scaler.explain(8.0)  # type: ignore[arg-type]
+scaler.explain(lambda: None, module="model")  # type: ignore[arg-type]
 scaler.step_scheduler()  # type: ignore[call-arg]
 ls.GradScaler("cpu", on_collapse="stop")  # type: ignore[arg-type]
 ls.GradScaler("cpu", on_no_gradients="ignore it")  # type: ignore[arg-type]

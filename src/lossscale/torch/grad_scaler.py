@@ -472,7 +472,7 @@ class GradScaler(torch.amp.GradScaler):
             module: The model; not needed if the scaler was made with `module=`.
 
         Returns:
-            The explanation: print it, or read its fields.
+            What was seen. Print it, or read its fields.
 
         Raises:
             SettingError: If no model is known.
@@ -1216,6 +1216,7 @@ class GradScaler(torch.amp.GradScaler):
         state["_options"] = self._options.to_pickle()
         for name in ("_current", "_checker", "_sampler", "_schedulers", "_pool"):
             del state[name]
+        state.pop("scale", None)  # while a batch is watched after the alarm
         return state
 
     def __setstate__(self, state: StateDict) -> None:

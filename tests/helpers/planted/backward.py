@@ -183,7 +183,15 @@ def wrong_backward_in_a_reentrant_checkpoint():
     return _checkpointed(use_reentrant=True)
 
 
-@plant("0", "backward", "overflow", "add", role="parameter gradient", helps=True)
+@plant(
+    "0",
+    "backward",
+    "overflow",
+    "add",
+    role="parameter gradient",
+    helps=True,
+    micro_batch=1,
+)
 def float16_gradients_of_two_micro_batches():
     # Each is 40,000 and fits float16; their sum does not.
     model = nn.Sequential(nn.Linear(8, 8, bias=False))

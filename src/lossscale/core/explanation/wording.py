@@ -46,26 +46,31 @@ def describe_finding(found: Finding) -> str:
 
 def advise(seen: Explanation) -> str:
     """Return what to try, as far as it follows from what was seen."""
-    if seen.finite:
+    found = seen.first or seen.first_nan
+    if seen.finite or found is None:
         return ""
-    found = seen.first_nan or seen.first
-    if found is None:
-        return ""
-    origin = (seen.first or found).origin
-    if origin in _GIVEN_ADVICE:
-        return _GIVEN_ADVICE[origin]
-    if seen.lower_scale_helps:
+    if found.origin not in GIVEN and seen.lower_scale_helps:
         return f"Lower the scale to {seen.helping_scale:g} or below."
-    is_narrow = (seen.first or found).dtype == "float16"
-    if origin == "overflow" and is_narrow:
+    return _advise_against(found)
+
+
+def _advise_against(found: Finding) -> str:
+    """Return what helps against a cause that is not the scale."""
+    if found.origin == "overflow" and found.dtype == "float16":
+        what = "weights" if found.role == "parameter" else "inputs"
         return (
-            f"Compute {_name_place(seen.first or found)} in float32 or bfloat16, or "
-            "make its inputs smaller."
+            f"Compute {_name_place(found)} in float32 or bfloat16, or make its {what} "
+            "smaller."
+        )
+    if found.node is not None and found.node.startswith("Sqrt"):
+        return (
+            "The derivative of a root at 0 is infinite: add a small number under the "
+            "root."
         )
     return _ADVICE.get(found.origin, "")
 
 
-_GIVEN_ADVICE = {
+_ADVICE = {
     "batch": "Clean the data: drop or repair samples that are not finite.",
     "parameter": (
         "The weights are damaged: go back to a checkpoint in which they are finite."
@@ -74,9 +79,6 @@ _GIVEN_ADVICE = {
         "The buffer is damaged: go back to a checkpoint in which it is finite, or "
         "reset it."
     ),
-}
-
-_ADVICE = {
     "division by zero": "Add a small number to the divisor, or clamp it.",
     "0 / 0": "Add a small number to the divisor, or clamp it.",
     "log of 0": "Clamp the argument to a small positive number, or use log_softmax.",
@@ -138,6 +140,8 @@ def _describe_tensor(found: Finding) -> str:
         return f"{text}, which {_name_place(found)} read first,"
     if found.role in ("batch", "loss", "parameter", "buffer"):
         return text
+    if found.role == "input gradient" and found.module is None:
+        return f"the gradient that {_name_place(found)} passes to the model"
     return f"{text} of {_name_place(found)}"
 
 

@@ -52,7 +52,7 @@ class BatchWatch:
         self._gradients = GradientWatch(model, self._names, self._watch.event_of)
         self._losses: list[Event | None] = []
         self._scale = scaler.scale
-        self._notes = note_compiled(model)
+        self._compiled = note_compiled(model)
         self._stack = ExitStack()
 
     def start(self) -> None:
@@ -87,7 +87,8 @@ class BatchWatch:
         )
 
     def _conclude(self, scale: float) -> Explanation:
-        seen = conclude(self._names, self._gradients, self._losses, scale, self._notes)
+        notes = (*self._compiled, *self._watch.notes())
+        seen = conclude(self._names, self._gradients, self._losses, scale, notes)
         if seen.loss_finite is not False and not seen.finite:
             seen = replace(seen, notes=(_NOT_TRIED, *seen.notes))
         # Every rank speaks for itself: a collective here could wait for ever.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`explain`: runs a batch again and says why it was not finite. The order of calls."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 StepFunction: TypeAlias = Callable[[], object]
 """Runs one batch, forward and backward; or returns the loss before it is scaled."""
 
+_ENTERED_TWICE = r"Using `torch.compile\(module\)` when there are global hooks"
+
 
 def explain(
     step_function: StepFunction,
@@ -46,12 +49,12 @@ def explain(
         rank_groups: The groups that the scaler was given.
     """
     model = _check_arguments(step_function, model)
-    groups = ranks.find_groups(model, rank_groups)
     run = _Run(step_function, model, scaler)
     snapshot = Snapshot(model)
     guard = WriteGuard(model.parameters())
     try:
         own = run.watch(scale, snapshot, guard)
+        groups = ranks.find_groups(model, run.entered, rank_groups)
         seen = ranks.collect(own, groups)
         trials = []
         if _may_help(seen.values()):
@@ -112,6 +115,8 @@ class _Run:
         self._model = model
         self._scaler = scaler
         self._names = Names(model)
+        self.entered: list[torch.nn.Module] = []
+        """The modules that the batch went through."""
 
     def watch(self, scale: float, snapshot: Snapshot, guard: WriteGuard) -> Explanation:
         """Run the batch at its scale and inspect every operator."""
@@ -128,7 +133,8 @@ class _Run:
         snapshot.begin_run()
         with guard, gradients, tracker:
             self._run(stand_ins, gradients, watch)
-        notes = note_compiled(self._model)
+        self.entered = list(tracker.entered)
+        notes = (*note_compiled(self._model), *watch.notes())
         return conclude(self._names, gradients, losses, scale, notes)
 
     def is_finite_at(self, scale: float, snapshot: Snapshot, guard: WriteGuard) -> bool:
@@ -148,6 +154,9 @@ class _Run:
     ) -> None:
         """Run the batch once, and raise if it was no forward and backward pass."""
         with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            # torch warns that a compiled module is entered twice: no harm is done.
+            warnings.filterwarnings("ignore", message=_ENTERED_TWICE)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
             stack.enter_context(stand_ins)
@@ -175,13 +184,19 @@ class _Run:
 
 def note_compiled(model: torch.nn.Module) -> tuple[str, ...]:
     """Return what cannot be seen of a model with compiled modules."""
-    if not any(type(part).__name__ == "OptimizedModule" for part in model.modules()):
+    if not any(_is_compiled(part) for part in model.modules()):
         return ()
     note = (
         "Compiled modules were run without their compiled code, which may keep "
         "intermediate results in float32."
     )
     return (note,)
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module is compiled, by torch.compile or by its own method."""
+    is_wrapper = type(module).__name__ == "OptimizedModule"
+    return is_wrapper or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _refuse_step(optimizer: Any, *_: Any) -> NoReturn:

@@ -85,12 +85,17 @@ class ModuleTracker:
     def __init__(self) -> None:
         self._stack: list[torch.nn.Module] = []
         self._depth_at_backward: int | None = None
+        self.is_backward = False
+        """Whether the newest operator was part of a backward pass, or came after one
+        and before the next module was entered."""
         self._sites: dict[int, tuple[list[int], list[Site]]] = {}
         """Where nodes were made, by thread and sequence number."""
         self._forward_thread = threading.get_ident()
         self._is_users: dict[CodeType, bool] = {}
         """Whether code is the user's, by code object."""
         self._handles = contextlib.ExitStack()
+        self.entered: dict[torch.nn.Module, None] = {}
+        """The modules that were entered, in order."""
         self.on_exit: Any = None
         """Called with a module and its outputs."""
 
@@ -108,6 +113,8 @@ class ModuleTracker:
 
     def _push(self, module: torch.nn.Module, _: Any) -> None:
         self._stack.append(module)
+        self.entered.setdefault(module)
+        self.is_backward = False
 
     def _pop(self, module: torch.nn.Module, _: Any, outputs: Any) -> None:
         # An exception may have left modules on the stack.
@@ -128,6 +135,7 @@ class ModuleTracker:
             self._depth_at_backward = len(self._stack)
         depth = self._depth_at_backward
         is_backward = depth is not None and len(self._stack) <= depth
+        self.is_backward |= is_backward
         if not is_backward and torch.is_grad_enabled():
             self._note_site()
         return is_backward

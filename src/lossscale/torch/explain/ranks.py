@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all ranks saw, collected over the groups that the model is spread over."""
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
 from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
 
 from lossscale.torch.distributed.dtensor import as_dtensor
 from lossscale.torch.distributed.rank_groups import (
@@ -20,18 +20,28 @@ from lossscale.torch.distributed.rank_groups import (
 Item = TypeVar("Item")
 
 
-def find_groups(model: torch.nn.Module, declared: RankGroups) -> list[RankGroup]:
+def find_groups(
+    model: torch.nn.Module,
+    entered: Iterable[torch.nn.Module],
+    declared: RankGroups,
+) -> list[RankGroup]:
     """Return the groups of ranks that run this batch together.
 
-    They are those of DDP, of the meshes of DTensors, and those that the scaler was
-    given; none if the model is whole in one process.
+    They are those of modules such as DDP, of the meshes of DTensors, and those that the
+    scaler was given; none if the model is whole in one process.
+
+    Args:
+        model: The model.
+        entered: The modules that the batch went through: DDP may be around the model.
+        declared: The groups that the scaler was given.
     """
     if not is_running():
         return []
     groups: list[RankGroup] = []
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            groups += parse_rank_groups(module.process_group, None, None).deciding
+    for module in entered:
+        group = getattr(module, "process_group", None)
+        if isinstance(group, distributed.ProcessGroup):
+            groups += parse_rank_groups(group, None, None).deciding
     meshes = {
         dtensor.device_mesh
         for param in model.parameters()

@@ -10,9 +10,9 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from lossscale.torch.distributed.dtensor import local_shard
+from lossscale.torch.distributed.rank_groups import is_running
 
 
 class _Buffer(NamedTuple):
@@ -43,8 +43,8 @@ class Snapshot:
             for name, tensor in module._buffers.items()  # noqa: SLF001
             if tensor is not None
         ]
-        # DDP keeps gradients in buckets of its own, to which it writes again.
-        is_shared = any(isinstance(m, DistributedDataParallel) for m in model.modules())
+        # DDP, which may be around the model, writes to its buckets again.
+        is_shared = is_running()
         self._gradients = [
             _Gradient(
                 param,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from lossscale.errors import ContextError
 
@@ -77,10 +78,7 @@ class StandIns:
         self.is_scale_used = True
         if isinstance(outputs, torch.Tensor):
             self._on_loss(outputs)
-            factor = torch.full(
-                (), self._scale, dtype=torch.float32, device=outputs.device
-            )
-            return outputs * factor
+            return self._multiply(outputs)
         if not isinstance(outputs, Iterable):
             message = (
                 f"scale() takes a tensor or an iterable of tensors, got "
@@ -90,13 +88,20 @@ class StandIns:
         scaled = [self.scale(output) for output in outputs]
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
+    def _multiply(self, output: torch.Tensor) -> torch.Tensor:
+        return output * torch.full(
+            (), self._scale, dtype=torch.float32, device=output.device
+        )
+
     def _get_scale(self) -> float:
         self.is_scale_used = True
         return self._scale
 
     def _grad(self, outputs: Any, inputs: Any, **options: Any) -> tuple[Any, ...]:
+        """Return unscaled gradients, of which a penalty is made: these are no loss."""
         options.setdefault("create_graph", True)
-        grads = torch.autograd.grad(self.scale(outputs), inputs, **options)
+        scaled = tree_map_only(torch.Tensor, self._multiply, outputs)
+        grads = torch.autograd.grad(scaled, inputs, **options)
         return tuple(None if grad is None else grad / self._scale for grad in grads)
 
     def _do_nothing(self, *_: Any, **__: Any) -> None:

@@ -38,6 +38,8 @@ class OperatorWatch(TorchDispatchMode):
         self.events: list[Event] = []
         self.micro_batch = 0
         """How many losses were scaled."""
+        self._unread: set[str] = set()
+        """Operators whose results could not be read."""
         self._names = names
         self._tracker = tracker
         tracker.on_exit = self._mark_outputs
@@ -55,6 +57,13 @@ class OperatorWatch(TorchDispatchMode):
             address = address_of(tensor)
             if address is not None:
                 self._owned[address] = role, tensor
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what could not be seen."""
+        if not self._unread:
+            return ()
+        names = ", ".join(sorted(self._unread))
+        return (f"The results of these operators could not be read: {names}.",)
 
     def event_of(self, tensor: torch.Tensor) -> Event | None:
         """Return the event that wrote a tensor, or that found it."""
@@ -89,8 +98,12 @@ class OperatorWatch(TorchDispatchMode):
                 before = _copy_written(func, args, kwargs)
         results = func(*args, **kwargs)
         if not _skips(func):
-            with torch.no_grad():
-                self._inspect(func, before, results, node, is_backward=is_backward)
+            try:
+                with torch.no_grad():
+                    self._inspect(func, before, results, node, is_backward=is_backward)
+            # A tensor of a kind that cannot be read must not stop a training.
+            except (RuntimeError, TypeError, NotImplementedError):
+                self._unread.add(plain_name(func))
         return results
 
     def _note_collective(self, values: Any) -> None:
@@ -152,7 +165,12 @@ class OperatorWatch(TorchDispatchMode):
         ]
         name = plain_name(func)
         site = self._site(node, is_backward=is_backward)
-        parents = [self._parent(tensor, found, site) for tensor, found in given]
+        # Backends copy what has arrived from buffers that no operator wrote.
+        has_arrived = address_of(result) in self._from_ranks
+        parents = [
+            self._parent(tensor, found, site, has_arrived=has_arrived)
+            for tensor, found in given
+        ]
         origin: Origin | None = None
         magnitude = None
         if not given or (kind.nan and not any(found.nan for _, found in given)):
@@ -171,7 +189,7 @@ class OperatorWatch(TorchDispatchMode):
             node_number=_number_node(node) if is_backward else None,
             is_backward=is_backward,
             is_passive=name in _PASSIVE,
-            micro_batch=self._micro_batch(node),
+            micro_batch=self._micro_batch(),
             dtype=_name_dtype(result),
             largest=LARGEST.get(_name_dtype(result)),
         )
@@ -196,8 +214,11 @@ class OperatorWatch(TorchDispatchMode):
             event.role = owned[0]
             event.tensor = self._names.tensors.get(id(owned[1]))
 
-    def _micro_batch(self, node: Any) -> int:
-        return self.micro_batch if node is None else max(0, self.micro_batch - 1)
+    def _micro_batch(self) -> int:
+        """Return which micro-batch is run: a backward pass is that of the last loss."""
+        if self._tracker.is_backward:
+            return max(0, self.micro_batch - 1)
+        return self.micro_batch
 
     def _site(self, node: Any, *, is_backward: bool) -> Site | None:
         """Return where the forward pass ran what this is part of."""
@@ -210,14 +231,26 @@ class OperatorWatch(TorchDispatchMode):
 
     # -- what no operator wrote --------------------------------------------------------
 
-    def _parent(self, tensor: torch.Tensor, kind: Kind, site: Site | None) -> Event:
+    def _parent(
+        self,
+        tensor: torch.Tensor,
+        kind: Kind,
+        site: Site | None,
+        *,
+        has_arrived: bool,
+    ) -> Event:
         """Return the event that wrote an input."""
         address = address_of(tensor)
         known = None if address is None else self._by_address.get(address)
-        return known or self._record_given(tensor, kind, site)
+        return known or self._record_given(tensor, kind, site, has_arrived=has_arrived)
 
     def _record_given(
-        self, tensor: torch.Tensor, kind: Kind | None, site: Site | None
+        self,
+        tensor: torch.Tensor,
+        kind: Kind | None,
+        site: Site | None,
+        *,
+        has_arrived: bool = False,
     ) -> Event:
         """Record a tensor that no operator of this run wrote."""
         address = address_of(tensor) or 0
@@ -230,7 +263,7 @@ class OperatorWatch(TorchDispatchMode):
             origin = "parameter"
         elif role == "buffer":
             origin = "buffer"
-        elif address in self._from_ranks:
+        elif has_arrived or address in self._from_ranks:
             origin = "another rank"
         if owned is not None:
             site = Site(self._names.owner_of(owned), None)
@@ -240,8 +273,8 @@ class OperatorWatch(TorchDispatchMode):
             kind or Kind(nan=False, plus=True, minus=False),
             origin,
             site=site,
-            is_backward=origin == "another rank",
-            micro_batch=self.micro_batch,
+            is_backward=self._tracker.is_backward,
+            micro_batch=self._micro_batch(),
             role=role,
             tensor=None if owned is None else self._names.tensors.get(id(owned)),
             dtype=_name_dtype(tensor),
