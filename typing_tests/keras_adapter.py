@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from lossscale import Dynamic, Fixed, Policy, presets
-from lossscale.keras import LossScaleLogger, LossScaleOptimizer, StepReport
+from lossscale import Dynamic, Explanation, Fixed, Policy, presets
+from lossscale.keras import LossScaleLogger, LossScaleOptimizer, StepReport, explain
 
 inner: Any = keras.optimizers.Adam(1e-3)
 optimizer: LossScaleOptimizer = LossScaleOptimizer(inner)
@@ -32,6 +32,9 @@ first: Any = weights[0]
 config: dict[str, Any] = optimizer.get_config()
 again: Any = LossScaleOptimizer.from_config(config)
 taken: Any = LossScaleOptimizer.from_keras(again, policy=Fixed(8.0))
+
+seen: Explanation = explain(inner, [[1.0]], [[1.0]], scale=8.0)
+explain(inner)  # type: ignore[call-arg]
 
 callback: LossScaleLogger = LossScaleLogger(every=10, warn_after=5)
 
