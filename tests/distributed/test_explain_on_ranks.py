@@ -72,6 +72,7 @@ def test_every_rank_names_the_rank_and_the_layer(two_ranks, layout):
     assert first["loss_finite"] is True
     assert first["finite"] is False
     assert first["first"]["origin"] == "another rank"
+    assert first["first"]["is_nan"] is True
     assert own == first["others"][0]["first"]
     assert "Rank 0: " in first["text"]
     assert "Rank 1: " in first["text"]

@@ -48,9 +48,9 @@ WORDS: dict[str, str] = {
     "too few values": "had too few values to compute it from",
     "row of -inf": "was given a row in which every number is -inf",
     "constant": "wrote a constant that is not finite",
-    "batch": "was in the batch before the model saw it",
-    "parameter": "was in a parameter before the batch was run",
-    "buffer": "was in a buffer before the batch was run",
+    "batch": "was so before the model read it",
+    "parameter": "was so before the batch was run",
+    "buffer": "was so before the batch was run",
     "another rank": "arrived from another rank",
     "unknown": "gave a result that is not finite",
 }

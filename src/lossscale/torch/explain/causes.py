@@ -132,7 +132,7 @@ def _type_name(module: object) -> str:
     return type(module).__name__.removeprefix("FSDP")
 
 
-def arrived_from_ranks(name: str) -> Finding:
+def arrived_from_ranks(name: str, is_nan: bool) -> Finding:
     """Return a finding of a gradient that was finite until the ranks added it up."""
     return Finding(
         direction="backward",
@@ -140,5 +140,5 @@ def arrived_from_ranks(name: str) -> Finding:
         origin="another rank",
         tensor=name,
         module=name.rpartition(".")[0],
-        is_nan=False,
+        is_nan=is_nan,
     )

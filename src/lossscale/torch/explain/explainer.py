@@ -236,7 +236,7 @@ def conclude(
         for event in (first, first_nan)
     ]
     if first is None and gradients.late:
-        findings[0] = causes.arrived_from_ranks(gradients.late[0])
+        findings[0] = causes.arrived_from_ranks(*next(iter(gradients.late.items())))
     last, broken = gradients.bracket()
     return Explanation(
         scale=scale,

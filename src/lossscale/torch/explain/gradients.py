@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lossscale.torch.explain.events import Event
-from lossscale.torch.explain.kinds import is_finite
+from lossscale.torch.explain.kinds import is_finite, kind_of
 from lossscale.torch.explain.modules import Names
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ class GradientWatch:
         """The names of parameters, in order."""
         self.nonfinite: dict[str, Event | None] = {}
         """Those whose gradient was not finite, each with the event that wrote it."""
-        self.late: list[str] = []
-        """Those whose gradient was finite when it arrived, and not at the end."""
+        self.late: dict[str, bool] = {}
+        """Those whose gradient was finite when it arrived, and not at the end, each
+        with whether it has a NaN."""
 
     def __enter__(self) -> None:
         """Watch every parameter."""
@@ -67,8 +68,9 @@ class GradientWatch:
             if name not in self.arrived:
                 self._take(param)
             known = name in self.nonfinite or name in self.late
-            if not known and not is_finite(param.grad):
-                self.late.append(name)
+            kind = None if known else kind_of(param.grad)
+            if kind is not None:
+                self.late[name] = kind.nan
 
     def bracket(self) -> tuple[str | None, str | None]:
         """Return the last finite gradient before the first that was not, and that."""

@@ -42,11 +42,12 @@ def find_groups(
         group = getattr(module, "process_group", None)
         if isinstance(group, distributed.ProcessGroup):
             groups += parse_rank_groups(group, None, None).deciding
-    meshes = {
+    # In the order of the parameters, which all ranks share.
+    meshes = dict.fromkeys(
         dtensor.device_mesh
         for param in model.parameters()
         if (dtensor := as_dtensor(param)) is not None
-    }
+    )
     for mesh in meshes:
         groups += groups_of_mesh(mesh)
     return distinct_groups([*groups, *declared.resolve().deciding])
