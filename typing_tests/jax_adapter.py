@@ -11,7 +11,7 @@ import optax
 
 import lossscale.jax as ls
 import lossscale.optax as lso
-from lossscale import Dynamic, Fixed, Policy, ScaleState, Signal
+from lossscale import Dynamic, Explanation, Fixed, Policy, ScaleState, Signal
 from lossscale.jax.compat import flax as compat_flax
 from lossscale.jax.compat import jmp as compat_jmp
 
@@ -72,6 +72,8 @@ accumulation: ls.AccumulationResult = ls.accumulate_gradients(
     has_aux=False,
 )(state, params, jnp.ones((3, 2)))
 used: jax.Array = accumulation.used
+seen: Explanation = ls.explain(compute_loss, state, params, jnp.ones(2), argnums=0)
+ls.explain(compute_loss, "8", params)  # type: ignore[arg-type]
 flags: ls.LeafFlags = ls.leaf_flags(grads, axis_name="data")
 names: dict[str, str] = ls.nonfinite_leaves(grads, flags)
 alarm = ls.CollapseAlarm(limit=10, on_collapse="raise")

@@ -7,11 +7,12 @@ from typing import Any
 
 import keras
 
-from lossscale import Dynamic, Fixed, Policy, presets
+from lossscale import Dynamic, Explanation, Fixed, Policy, presets
 from lossscale.keras import (
     LossScaleLogger,
     LossScaleOptimizer,
     StepReport,
+    explain,
     find_scale,
 )
 
@@ -39,6 +40,8 @@ again: Any = LossScaleOptimizer.from_config(config)
 taken: Any = LossScaleOptimizer.from_keras(again, policy=Fixed(8.0))
 
 found: float = find_scale(loss, loss, sample_weight=loss)
+seen: Explanation = explain(inner, [[1.0]], [[1.0]], scale=8.0)
+explain(inner)  # type: ignore[call-arg]
 
 callback: LossScaleLogger = LossScaleLogger(every=10, warn_after=5)
 

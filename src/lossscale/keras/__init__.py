@@ -3,6 +3,7 @@
 
 optimizer.py      Keras's LossScaleOptimizer with a policy
 report.py         what became of the last step
+explanation/      why a batch was not finite, on every backend
 callbacks.py      the scale in the logs of `fit`
 start.py          the first scale, found before `fit`
 arguments.py      the constructor's arguments, policies and configs
@@ -37,8 +38,15 @@ if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14):
     raise MissingPackageError(_message)
 
 from lossscale.keras.callbacks import LossScaleLogger
+from lossscale.keras.explanation.explainer import explain
 from lossscale.keras.optimizer import LossScaleOptimizer
 from lossscale.keras.report import StepReport
 from lossscale.keras.start import find_scale
 
-__all__ = ["LossScaleLogger", "LossScaleOptimizer", "StepReport", "find_scale"]
+__all__ = [
+    "LossScaleLogger",
+    "LossScaleOptimizer",
+    "StepReport",
+    "explain",
+    "find_scale",
+]

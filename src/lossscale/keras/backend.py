@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of the rule and the optimizer that `keras.ops` lacks or makes slow."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -124,3 +125,11 @@ def map_values(function: Any, gradient: Array) -> Array:
         indices=gradient.indices,
         dense_shape=gradient.dense_shape,
     )
+
+
+def to_host(value: Array) -> Any:
+    """Return a tensor as a NumPy array; waits for the device."""
+    # Keras 3.15 converts in a way that NumPy 2.4 announces to end.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return ops.convert_to_numpy(value)

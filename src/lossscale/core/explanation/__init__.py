@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a batch was not finite: what was seen as data, and the same in sentences.
 
+evaluated.py  operations that were evaluated as nodes, and the way back to a fault
+trials.py     which lower scales to try
 findings.py   Finding, Trial, Explanation: frozen data that every framework fills in
 origins.py    how a number that is not finite comes about, by name
 wording.py    the sentences; nothing is said that the data does not show

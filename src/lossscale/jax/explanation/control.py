@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from lossscale.jax.explanation.places import Place
+from lossscale.core.explanation.evaluated import Place
 from lossscale.jax.explanation.values import Value, kind_of
 
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -20,7 +20,7 @@ _OPAQUE = frozenset({"shard_map", "pallas_call", "xla_pmap", "run_state", "for"}
 
 
 def find_inner(eqn: Any) -> Any | None:
-    """Return the jaxpr that an equation calls with its own inputs, closed; or `None`."""
+    """Return the closed jaxpr that an equation calls with its inputs; or `None`."""
     if eqn.primitive.name in _OPAQUE:
         return None
     for name in _INNER:

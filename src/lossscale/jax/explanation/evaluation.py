@@ -11,12 +11,13 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
+from lossscale.core.explanation.evaluated import Kind, Node, Place
 from lossscale.core.explanation.origins import Origin
 from lossscale.jax.explanation.control import CONTROL, find_inner
 from lossscale.jax.explanation.magnitudes import measure_wide
 from lossscale.jax.explanation.origins import find_origin, find_origin_of_nan
-from lossscale.jax.explanation.places import Place, find_place
-from lossscale.jax.explanation.values import Kind, Node, Value, kind_of
+from lossscale.jax.explanation.places import find_place
+from lossscale.jax.explanation.values import Value, kind_of
 
 _SILENT = frozenset({"debug_callback", "debug_print"})
 """Equations that are left out: they have no result, and were seen in training."""
@@ -88,7 +89,7 @@ class Evaluation:
             return self.run_closed(inner, inputs, place)
         arrays = [value.array for value in inputs]
         found = eqn.primitive.get_bind_params(eqn.params)
-        # Before JAX 0.10, functions came apart from the other parameters.
+        # Before JAX 0.10, functions were not among the other parameters.
         functions, params = found if isinstance(found, tuple) else ((), found)
         with eqn.ctx.manager:
             results = eqn.primitive.bind(*functions, *arrays, **params)

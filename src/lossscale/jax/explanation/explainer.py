@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`explain`: evaluates one batch equation by equation and says why it was not finite."""
+"""`explain`: evaluates one batch equation by equation, and says what failed first."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,27 +8,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lossscale.core.explanation.evaluated import (
+    Node,
+    Place,
+    find_bracket,
+    find_causes,
+    make_finding,
+    mark_forward,
+)
 from lossscale.core.explanation.findings import Explanation, Trial
 from lossscale.core.explanation.trials import scales_to_try
 from lossscale.core.state import ScaleState
 from lossscale.core.validation import check_scale, format_value
 from lossscale.errors import ContextError, SettingTypeError
 from lossscale.jax.arguments import check_state, normalize_argnums
-from lossscale.jax.explanation.causes import find_causes, make_finding, mark_forward
 from lossscale.jax.explanation.evaluation import Evaluation
-from lossscale.jax.explanation.places import Place
 from lossscale.jax.explanation.values import Value
 from lossscale.jax.gradient import is_differentiable
 from lossscale.jax.types import PyTree
 from lossscale.jax.value_and_grad import differentiate_scaled
 
+_TRACED = (
+    "explain() was called inside jit or another transformation, where there are no "
+    "numbers. Call it outside, with the arguments of the batch."
+)
 _INTERPRETED_ONLY = (
     "Compiled, the gradients of this batch are finite at this scale: XLA keeps some "
     "results in a wider format. Here each operation was rounded by itself."
 )
 _COMPILED_ONLY = (
-    "Compiled, the batch is not finite at this scale. Evaluated one operation at a time "
-    "it is finite, so the operation cannot be named."
+    "Compiled, the batch is not finite at this scale. Evaluated one operation at a "
+    "time it is finite, so the operation cannot be named."
 )
 
 
@@ -87,6 +97,7 @@ def explain(
         program.leaves,
         names=program.names,
         parameters=program.parameters,
+        gradient_names=program.gradient_names,
     )
 
 
@@ -124,28 +135,30 @@ def explain_program(
         jax.tree_util.keystr(path)
         for path, _ in jax.tree_util.tree_flatten_with_path(shapes[1])[0]
     ]
-    gradients = list(zip(gradient_names or paths, results[count:], strict=True))
-    mark_forward(loss)
+    named = zip(gradient_names or paths, results[count:], strict=True)
+    gradients = {name: value.node for name, value in named if value.node is not None}
+    mark_forward(loss.node)
     return _explain_results(scale, loss, gradients, jax.jit(run), leaves)
 
 
 def _explain_results(
     scale: float,
     loss: Value,
-    gradients: list[tuple[str, Value]],
+    gradients: dict[str, Node],
     compiled: Callable[[Any, list[Any]], tuple[Any, Any]],
     leaves: list[Any],
 ) -> Explanation:
-    bad = [value for _, value in gradients if value.kind is not None]
+    bad = [node for node in gradients.values() if node.kind is not None]
+    if loss.kind is not None and loss.node is not None:
+        bad = [loss.node]
     finite = not bad and loss.kind is None
     compiled_finite = _is_finite_at(scale, compiled, leaves)
     notes: tuple[str, ...] = ()
     if finite != compiled_finite:
         notes = (_COMPILED_ONLY if finite else _INTERPRETED_ONLY,)
-    node, nan = find_causes([loss] if loss.kind is not None else bad)
-    first = None if node is None else make_finding(node, loss, gradients)
-    first_nan = None if nan is None else make_finding(nan, loss, gradients)
-    last_good, first_bad = _find_bracket(gradients)
+    found = find_causes(bad)
+    first, first_nan = (make_finding(node, loss.node, gradients) for node in found)
+    last_good, first_bad = find_bracket(gradients)
     trials = []
     given = first is not None and first.direction == "given"
     if bad and loss.kind is None and not given:
@@ -178,31 +191,14 @@ def _is_finite_at(
     return all(bool(jnp.isfinite(x).all()) for x in floats)
 
 
-def _find_bracket(
-    gradients: list[tuple[str, Value]],
-) -> tuple[str | None, str | None]:
-    """Return the last finite gradient and the first that was not, in order."""
-    made = [(v.node.index, name, v.kind) for name, v in gradients if v.node is not None]
-    last = None
-    for _, name, kind in sorted(made, key=lambda row: row[0]):
-        if kind is not None:
-            return last, name
-        last = name
-    return None, None
-
-
 def _read_scale(state: Any) -> float:
     """Return the scale as a number, or raise."""
     scale = state
     if isinstance(state, tuple):
         check_state(state)
-        scale = state.scale
+        scale = getattr(state, "scale", None)
     if isinstance(scale, jax.core.Tracer):
-        message = (
-            "explain() was called inside jit or another transformation, where there are "
-            "no numbers. Call it outside, with the arguments of the batch."
-        )
-        raise ContextError(message)
+        raise ContextError(_TRACED)
     if isinstance(scale, (jax.Array, np.ndarray, np.generic)):
         if scale.size != 1:
             message = (
@@ -244,13 +240,9 @@ class _Program:
         self._places = [i for i, (_, leaf) in enumerate(pairs) if _is_array(leaf)]
         self.leaves: list[PyTree] = [pairs[i][1] for i in self._places]
         if any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves):
-            message = (
-                "explain() was called inside jit or another transformation, where there "
-                "are no numbers. Call it outside, with the arguments of the batch."
-            )
-            raise ContextError(message)
+            raise ContextError(_TRACED)
         chosen = {argnums} if isinstance(argnums, int) else set(argnums)
-        chosen |= {position + len(args) for position in chosen if position < 0}
+        chosen = {position % max(1, len(args)) for position in chosen}
         paths = [pairs[i][0] for i in self._places]
         self.parameters = [
             path[0].idx == 0 and path[1].idx in chosen and is_differentiable(leaf)
@@ -260,6 +252,13 @@ class _Program:
         self.names = [
             _name_argument(path, single=single and flag)
             for path, flag in zip(paths, self.parameters, strict=True)
+        ]
+        order = [argnums] if isinstance(argnums, int) else list(argnums)
+        self.gradient_names = [
+            name
+            for position in order
+            for path, flag, name in zip(paths, self.parameters, self.names, strict=True)
+            if flag and path[1].idx == position % len(args)
         ]
 
     def run(self, scale: Any, leaves: list[Any]) -> tuple[Any, PyTree]:
@@ -276,7 +275,7 @@ class _Program:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether a leaf is traced; whole numbers and flags of Python stay what they are."""
+    """Whether a leaf is traced; Python's whole numbers and flags stay constants."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex))
 
 

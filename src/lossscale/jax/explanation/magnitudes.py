@@ -8,10 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lossscale.core.headroom import LARGEST
-
-LARGEST_OF = LARGEST | {"float8_e5m2": 57344.0, "float8_e4m3fn": 448.0}
-"""The largest number of each format, by JAX's name."""
+from lossscale.core.explanation.evaluated import LARGEST_OF
 
 
 def measure_wide(eqn: Any, arrays: Sequence[Any]) -> float | None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from lossscale.core.explanation.evaluated import Kind, Node
 from lossscale.core.explanation.origins import Origin
-from lossscale.jax.explanation.values import Kind, Node, Value
+from lossscale.jax.explanation.values import Value
 
 
 def find_origin(

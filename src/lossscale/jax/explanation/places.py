@@ -9,17 +9,11 @@ known by its class and line.
 import re
 import sysconfig
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 
-class Place(NamedTuple):
-    """Where an equation is in the user's program."""
-
-    module: str | None = None
-    """The path of named scopes, such as "MLP/up"."""
-    module_type: str | None = None
-    line: str | None = None
-    """The line of the user's code, such as "model.py:12"."""
+from lossscale.core.explanation.evaluated import Place
 
 
 def find_place(source_info: Any, outer: Place) -> Place:
@@ -30,13 +24,29 @@ def find_place(source_info: Any, outer: Place) -> Place:
         outer: Where the equation is that contains it.
     """
     path = _read_scopes(str(source_info.name_stack))
-    module = "/".join(filter(None, (outer.module, path))) or None
+    module = _join(outer.module, path)
     frames = _list_frames(source_info.traceback)
     own = next((f for f in frames if not _is_library(f.file_name)), None)
     line = outer.line if own is None else f"{Path(own.file_name).name}:{own.line_num}"
-    calls = [f.function_name for f in frames if f.function_name.endswith(".__call__")]
-    kind = calls[0].split(".")[-2] if calls else outer.module_type
-    return Place(module, kind, line)
+    kind = next(filter(None, map(_find_class, frames)), outer.module_type)
+    # Without scopes the class is all that is known of the layer.
+    return Place(module, kind, line) if module else Place(kind, None, line)
+
+
+def _join(outer: str | None, path: str) -> str | None:
+    """Return a path of scopes within that of the equation around it."""
+    if outer is None or path == outer or path.startswith(f"{outer}/"):
+        return path or None
+    return f"{outer}/{path}" if path else outer
+
+
+def _find_class(frame: Any) -> str | None:
+    """Return the class whose `__call__` a frame is in; Python 3.10 does not know it."""
+    if frame.file_name.startswith(_JAX):
+        return None
+    names = frame.function_name.split(".")
+    is_call = len(names) > 1 and names[-1] == "__call__"
+    return names[-2] if is_call and not names[-2].startswith("_") else None
 
 
 def _read_scopes(stack: str) -> str:
@@ -44,6 +54,7 @@ def _read_scopes(stack: str) -> str:
 
     `transpose(jvp(MLP))/up` is `MLP/up`; `jvp()` is nothing.
     """
+    stack = _NAMED.sub("", stack)
     while True:
         shorter = _TRANSFORMATION.sub(r"\1", stack)
         if shorter == stack:
@@ -53,13 +64,12 @@ def _read_scopes(stack: str) -> str:
     return "/".join(part for part in parts if part not in _STRUCTURE)
 
 
+_NAMED = re.compile(r"(?<![\w.])(?:jit|pjit|remat|custom_jvp|custom_vjp)\([^()]*\)")
+"""Scopes that have the name of a function, which is no layer."""
 _TRANSFORMATION = re.compile(
-    r"(?<![\w.])(?:jvp|transpose|vmap|jit|pjit|linearize|remat|custom_jvp|custom_vjp"
-    r"|rematted_computation|checkpoint)\(([^()]*)\)"
+    r"(?<![\w.])(?:jvp|transpose|vmap|linearize|checkpoint)\(([^()]*)\)"
 )
-_STRUCTURE = frozenset(
-    {"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"}
-)
+_STRUCTURE = frozenset({"closed_call", "checkpoint", "rematted_computation"})
 """Scopes that JAX makes by itself."""
 
 
@@ -72,6 +82,7 @@ def _is_library(name: str) -> bool:
     return name.startswith(_LIBRARIES) or name.startswith("<")
 
 
+_JAX = str(Path(jax.__file__).parent)
 _LIBRARIES = tuple(
     {
         *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")),

@@ -1,29 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of an evaluation: what each has that is not finite, and what it was made of."""
+"""Values of an evaluation: what each has that is not finite, and what made it."""
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from lossscale.core.explanation.origins import Origin
-from lossscale.jax.explanation.places import Place
-
-
-class Kind(NamedTuple):
-    """What an array has that is not finite."""
-
-    nan: bool
-    plus: bool
-    """Whether it has +inf."""
-    minus: bool
-    """Whether it has -inf."""
-
-    @property
-    def is_mask(self) -> bool:
-        """Whether it has -inf only, as the masks of attention have on purpose."""
-        return self.minus and not self.plus and not self.nan
+from lossscale.core.explanation.evaluated import Kind, Node
 
 
 def kind_of(array: Any) -> Kind | None:
@@ -34,8 +18,24 @@ def kind_of(array: Any) -> Kind | None:
     dtype = jnp.result_type(array) if not hasattr(array, "dtype") else array.dtype
     if not jnp.issubdtype(dtype, jnp.inexact) or not jnp.size(array):
         return None
-    flags = Kind(*(bool(flag) for flag in jax.device_get(_find_flags(array))))
+    if jnp.size(array) <= _SMALL:
+        found = _find_flags_of_few(np.asarray(array))
+    else:
+        found = jax.device_get(_find_flags(array))
+    flags = Kind(*(bool(flag) for flag in found))
     return flags if any(flags) else None
+
+
+_SMALL = 2**16
+"""Up to so many numbers are read on the host: that takes less than to compile."""
+
+
+def _find_flags_of_few(array: Any) -> tuple[bool, bool, bool]:
+    nan, infinite = np.isnan(array).any(), np.isinf(array).any()
+    if not infinite or np.iscomplexobj(array):
+        return nan, infinite, False
+    low, high = np.nanmin(array), np.nanmax(array)
+    return nan, bool(np.isinf(high) and high > 0), bool(np.isinf(low) and low < 0)
 
 
 @jax.jit
@@ -48,31 +48,6 @@ def _find_flags(array: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         jnp.isposinf(array).any(),
         jnp.isneginf(array).any(),
     )
-
-
-@dataclass(eq=False)
-class Node:
-    """One evaluated equation, or an argument."""
-
-    index: int
-    """Its position in the order of evaluation."""
-    place: Place
-    operation: str | None = None
-    parents: "tuple[Node, ...]" = ()
-    """What made its inputs."""
-    bad_parents: "tuple[Node, ...]" = ()
-    """What made those of its inputs that were not finite."""
-    kind: Kind | None = None
-    """What its result has that is not finite."""
-    dtype: str | None = None
-    origin: Origin | None = None
-    """What the equation did, where the result is worse than what it read."""
-    magnitude: float | None = None
-    argument: str | None = None
-    """The name of the argument, if it is one."""
-    is_parameter: bool = False
-    forward: bool = field(default=False)
-    """Whether the loss depends on it."""
 
 
 class Value(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lossscale.core.explanation.findings import Explanation, Finding, Trial
+from lossscale.core.explanation.trials import scales_to_try
 from lossscale.core.validation import format_value
 from lossscale.errors import ContextError, SettingError, SettingTypeError
 from lossscale.torch.explain import causes, ranks
@@ -19,7 +20,6 @@ from lossscale.torch.explain.gradients import GradientWatch
 from lossscale.torch.explain.modules import ModuleTracker, Names
 from lossscale.torch.explain.snapshot import Snapshot
 from lossscale.torch.explain.stand_ins import StandIns
-from lossscale.core.explanation.trials import scales_to_try
 from lossscale.torch.explain.watch import OperatorWatch
 from lossscale.torch.explain.write_guard import WriteGuard
 
