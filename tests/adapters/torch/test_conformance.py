@@ -37,7 +37,12 @@ class TestClassic(ClassicConformance):
 
 class TestCompiled(FunctionalConformance, DataPolicyConformance, HeadroomConformance):
     framework = Framework(
-        module=ls, array=array, numpy=np.asarray, complex=True, compile=compiled
+        module=ls,
+        array=array,
+        numpy=np.asarray,
+        complex=True,
+        compile=compiled,
+        shares_compiled=False,
     )
 
 
