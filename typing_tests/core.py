@@ -63,7 +63,7 @@ manager: ls.LossScaleManager = ls.ExponentialUpdateLossScaleManager(8.0, 2)
 loss_scale: ls.LossScale | None = ls.get("dynamic")
 
 lossscale.AutoStart(8.0)  # type: ignore[arg-type]
-lossscale.Headroom(dynamic, 2)  # type: ignore[misc]
+lossscale.Headroom(dynamic, 2)  # type: ignore[call-arg]
 Dynamic(at_min="floor")  # type: ignore[arg-type]
 Dynamic(8.0)  # type: ignore[call-arg]
 wrong: Policy = object()  # type: ignore[assignment]
