@@ -190,9 +190,7 @@ def snapshot(model):
     return [numpy(variable).tobytes() for variable in listed]
 
 
-@pytest.mark.parametrize(
-    "name", ["forward overflow", "the scale", "gradient of a root"]
-)
+@pytest.mark.parametrize("name", ["the scale", "gradient of a root"])
 def test_nothing_is_changed(name):
     build, x, *_ = FAULTS[name]
     model = build()

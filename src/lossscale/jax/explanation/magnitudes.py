@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How large a result would be in a wider format: the equation, evaluated in it."""
 
+import importlib
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -26,13 +28,22 @@ def measure_wide(eqn: Any, arrays: Sequence[Any]) -> float | None:
         return None
     wide = jnp.float64 if dtype in ("float32", "bfloat16") else jnp.float32
     try:
-        with jax.enable_x64(True):
+        with _enable_x64():
             result = _evaluate(eqn, arrays, wide)
             magnitude = float(jnp.max(jnp.abs(result)))
     except Exception:  # noqa: BLE001  # a primitive may refuse another dtype in any way
         return None
     beyond = math.isfinite(magnitude) and magnitude > largest
     return magnitude if beyond else None
+
+
+def _enable_x64() -> AbstractContextManager[Any]:
+    """Return a context with float64; older versions of JAX have it elsewhere."""
+    enable = getattr(jax, "enable_x64", None)
+    if enable is None:
+        enable = importlib.import_module("jax.experimental").enable_x64
+    context: AbstractContextManager[Any] = enable(True)
+    return context
 
 
 def _evaluate(eqn: Any, arrays: Sequence[Any], wide: Any) -> Any:
