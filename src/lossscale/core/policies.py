@@ -207,10 +207,10 @@ class Dynamic(_Prepared):
 
     def __post_init__(self) -> None:
         """Check every setting, and keep it as a plain Python number."""
-        if isinstance(self.init_scale, str):
+        if isinstance(self.init_scale, str) and self.init_scale == "auto":
             message = (
-                f"init_scale must be a number, got {self.init_scale!r}. For a start "
-                "that is found on the first batch, pass the policy AutoStart()."
+                "init_scale must be a number, got 'auto'. For a start that is found on "
+                "the first batch, pass the policy AutoStart()."
             )
             raise SettingTypeError(message)
         growth = validation.check_above_one("growth_factor", self.growth_factor)
