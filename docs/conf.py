@@ -99,7 +99,7 @@ nitpick_ignore_regex = [
     # What an optimizer must have; described in the text of LossScaleOptimizer.
     (r"py:class", r"(lossscale\.core\.classic\.optimizer\.)?Optimizer"),
     # Parts of a run's file, and writers of steps, under the names of their own modules.
-    (r"py:class", r"lossscale\.diagnostics\.records\..*"),
+    (r"py:class", r"lossscale\.diagnostics\.(records|backtests\.steps)\..*"),
     (r"py:class", r"lossscale\.diagnostics\.loggers\.base\..*"),
     # The standard library and NumPy: no inventory is downloaded.
     (

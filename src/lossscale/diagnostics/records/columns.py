@@ -29,10 +29,7 @@ _PLAIN_COMMAS = len(_NUMBERS) - 1
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Steps of a run, column by column.
-
-    NaN is what was not measured; what was measured as NaN is infinite here.
-    """
+    """Steps of a run, column by column; NaN where something was not measured."""
 
     step: npt.NDArray[np.int64]
     time: Floats
@@ -41,6 +38,7 @@ class Columns:
     clip: Floats
     amax: Floats
     loss: Floats
+    """A loss that was recorded as NaN is infinite here: it was measured."""
     lr: Floats
     cause: npt.NDArray[np.uint8]
     """0 if the step was applied, else one more than its place in `CAUSES`."""
@@ -141,8 +139,9 @@ def _as_table(records: list[StepRecord]) -> Floats:
     table = np.full((len(records), len(_NUMBERS) + 1), np.nan)
     for row, record in zip(table, records, strict=True):
         row[:-1] = [
-            np.nan if value is None else np.inf if value != value else value  # noqa: PLR0124
-            for value in record[: len(_NUMBERS)]
+            np.nan if value is None else value for value in record[: len(_NUMBERS)]
         ]
+        if record.loss is not None and np.isnan(record.loss):
+            row[_NUMBERS.index("loss")] = np.inf
         row[-1] = 0 if record.applied else 1 + CAUSES.index(record.cause or "inf")
     return table
