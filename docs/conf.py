@@ -100,6 +100,9 @@ nitpick_ignore_regex = [
     (r"py:class", r"(lossscale\.core\.classic\.optimizer\.)?Optimizer"),
     # Parts of a run's file, and writers of steps, under the names of their own modules.
     (r"py:class", r"lossscale\.diagnostics\.(records|backtests\.steps)\..*"),
+    # Parts of an explanation, and what a test injects, described where they are used.
+    (r"py:class", r"lossscale\.diagnostics\.explanation\.evidence\..*"),
+    (r"py:class", r"lossscale\.testing\.faults\.Fault"),
     (r"py:class", r"lossscale\.diagnostics\.loggers\.base\..*"),
     # The standard library and NumPy: no inventory is downloaded.
     (

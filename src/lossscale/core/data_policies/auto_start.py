@@ -26,6 +26,8 @@ class AutoStartState(NamedTuple):
 class AutoStart(RuleBased):
     """A dynamic scale whose start is found on the first batch instead of guessed.
 
+    ::
+
         until the first finite step with a gradient:
         overflow: scale' = scale / 2**jump          at most `tries` times
         finite:   fits   = largest * 2**-margin / (|largest gradient| / scale)

@@ -28,6 +28,8 @@ class HeadroomState(NamedTuple):
 class Headroom(RuleBased):
     """The largest recent gradient stays `margin` doublings below the format's maximum.
 
+    ::
+
         peak   = the largest |gradient| / scale of the last `window` steps, or more
         limit  = largest * 2**-margin
         scale' = 2 * scale              if 2 * scale * peak <= limit

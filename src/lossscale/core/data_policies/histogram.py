@@ -25,6 +25,8 @@ class HistogramState(NamedTuple):
 class Histogram(RuleBased):
     """Twice the scale, or half of it, by whether values passed an edge.
 
+    ::
+
         every `period` steps:
         scale' = scale / 2    if more than `fraction` of the values were above `edge`
                  scale * 2    otherwise

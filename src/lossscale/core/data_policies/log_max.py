@@ -35,6 +35,8 @@ class LogMaxState(NamedTuple):
 class LogMax(RuleBased):
     """The scale at which all but one largest magnitude in a thousand fit the format.
 
+    ::
+
         x      = log2(|largest gradient| / scale)
         mean   = the average of x over about `window` steps
         spread = its standard deviation over about ten times as many

@@ -26,6 +26,8 @@ class OverflowRateState(NamedTuple):
 class OverflowRate(RuleBased):
     """A dynamic scale that backs off only when too many of its steps overflow.
 
+    ::
+
         an overflow lowers the scale if
         overflows since it was lowered / steps since it moved >= tolerance
 

@@ -27,6 +27,8 @@ class RisingFloorState(NamedTuple):
 class RisingFloor(RuleBased):
     """A dynamic scale whose floor rises at given steps.
 
+    ::
+
         floor  = the last scale of `floors` whose step has come, or rule.min_scale
         finite:   scale' = what the rule says, and at least the floor
         overflow: scale' = what the rule says, not below the floor

@@ -13,6 +13,8 @@ from lossscale.core.state import Signal, State, Where
 class Saturation(RuleBased):
     """Half the scale when values saturate, a little more of it when none do.
 
+    ::
+
         scale' = scale / 2                     if more than `fraction` saturate
                  scale * 2**(1 / doubling)     otherwise
 

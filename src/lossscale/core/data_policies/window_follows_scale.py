@@ -26,6 +26,8 @@ class WindowFollowsScaleState(NamedTuple):
 class WindowFollowsScale(RuleBased):
     """A dynamic scale whose growth interval is proportional to the scale.
 
+    ::
+
         interval = rule.growth_interval * scale / rule.init_scale, and at least 1
 
     Doubling the scale doubles the wait for the next doubling, and halving it halves

@@ -72,7 +72,7 @@ def explain(
         **kwargs: Further arguments of `fun`.
 
     Returns:
-        The explanation: print it, or read its fields.
+        The explanation. Print it, or read its fields.
 
     Raises:
         GradientError: If `fun` does not return a loss, or nothing can be
