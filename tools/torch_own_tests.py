@@ -162,17 +162,10 @@ _CUDA_ONLY = (
     "test_fused_mixed_precision_hook_skips_existing_state",
     "test_fused_mixed_precision_numerics",
 )
-_TWO_DEVICES = (
-    "test_forloop_goes_right_direction_multigpu",
-    "test_mixed_device_dtype",
-)
+_TWO_DEVICES = ("test_forloop_goes_right_direction_multigpu", "test_mixed_device_dtype")
 OF_OPTIMIZERS = tuple(
     Group("test/test_optim.py", "TestOptimRenewed", needs, tests)
-    for needs, tests in (
-        (ANY, _EVERY_DEVICE),
-        (CUDA, _CUDA_ONLY),
-        (TWO, _TWO_DEVICES),
-    )
+    for needs, tests in ((ANY, _EVERY_DEVICE), (CUDA, _CUDA_ONLY), (TWO, _TWO_DEVICES))
 )
 OPTIMIZERS = ("Adam", "AdamW", "SGD")
 

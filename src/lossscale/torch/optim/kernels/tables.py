@@ -11,9 +11,10 @@ the float32 weights of normalisation layers. More kinds take more launches.
 """
 
 import math
+import operator
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -90,17 +91,17 @@ class Tables:
                 _host(members, torch.int32), _host(own, torch.int64)
             )
             self.units.append(
-                Unit((pair[0], pair[-1]), sum(own), self._copy(chunk_tensors))
+                Unit((pair[0], pair[-1]), sum(own), chunk_tensors.to(self.device))
             )
         addresses = [self._addresses_of(row) for row in rows]
         self._is_aligned = not any(
             address % 16 for columns in addresses for address in columns
         )
-        self._pointers = self._copy(_host(addresses, torch.int64))
-        self._counts = self._copy(_host(counts, torch.int64))
-        self._starts = self._copy(_host(starts, torch.int32))
-        self._kinds = self._copy(_host(numbers, torch.int32))
-        self._groups = self._copy(_host([row.group for row in rows], torch.int32))
+        self._pointers = _host(addresses, torch.int64).to(self.device)
+        self._counts = _host(counts, torch.int64).to(self.device)
+        self._starts = _host(starts, torch.int32).to(self.device)
+        self._kinds = _host(numbers, torch.int32).to(self.device)
+        self._groups = _host([row.group for row in rows], torch.int32).to(self.device)
         self._settings = Settings(groups, self.device)
         self._grads = GradientAddresses(len(rows), self.device)
         self._kept: list[GradientAddresses] = []
@@ -108,10 +109,6 @@ class Tables:
         self._no_scale = torch.ones((), dtype=torch.float32, device=self.device)
         self._no_flag = torch.zeros((), dtype=torch.float32, device=self.device)
         self._launcher = KernelLauncher()
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the host on the device."""
-        return tensor.to(self.device)
 
     def _addresses_of(self, row: Row) -> list[int]:
         """Return a row of addresses; 0 where there is nothing."""
@@ -355,8 +352,8 @@ class GradientAddresses:
             and all_addresses_equal(grads, known, self._indices)  # type: ignore[arg-type]
         ):
             return
-        # An empty tensor has the address 0, and a gradient all the same.
-        addresses = [0 if grad is None else grad.data_ptr() or 16 for grad in grads]
+        has_all = all(map(operator.is_not, grads, repeat(None)))
+        addresses = _addresses_of(grads, has_all=has_all)
         if addresses == known:
             return
         # Unknown until they are copied: a failure here is retried at the next step.
@@ -365,8 +362,15 @@ class GradientAddresses:
         self.is_aligned = not (host & 15).any()
         self._pinned = _copy_later(host, self.table)
         self._known = addresses
-        has_all = all(grad is not None for grad in grads)
         self._indices = list(range(len(grads))) if has_all else []
+
+
+def _addresses_of(grads: list[torch.Tensor | None], *, has_all: bool) -> list[int]:
+    """Return addresses; an empty tensor, whose own is 0, has another one here."""
+    if not has_all:
+        return [0 if grad is None else grad.data_ptr() or 16 for grad in grads]
+    addresses = list(map(torch.Tensor.data_ptr, grads))  # type: ignore[arg-type]
+    return [found or 16 for found in addresses] if 0 in addresses else addresses
 
 
 def _copy_later(host: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -392,5 +396,4 @@ def _host_rate(rate: float | torch.Tensor) -> float:
 
 
 def _log(number: float) -> float:
-    """Return the logarithm of a decay rate, which may be 0."""
-    return math.log(number) if number > 0.0 else -math.inf
+    return math.log(number) if number > 0.0 else -math.inf  # a decay rate may be 0
