@@ -369,7 +369,7 @@ class GradScaler(torch.amp.GradScaler):
         if not torch.compiler.is_compiling():
             iteration = self._iteration
             iteration.losses += 1
-            if self._scale_update.checks_loss:
+            if self._current_update().checks_loss:  # refuses invalid numbers
                 iteration.check_loss(losses, self._tensors()[0].device)
             else:
                 iteration.note_loss(losses)
