@@ -11,6 +11,8 @@ headroom.py        how large a gradient each optimizer can hold
 layout_cache.py    whether the gradients are laid out as a step ago
 statistics.py      statistics of every tensor, on the steps that are sampled
 eager.py           torch's operations: any device, and the oracle of the kernels
+host.py            the same on a CPU, where each result is read at once
+host_norms.py      tensor by tensor, where one sum does not answer
 kernel_backend.py  where the Triton kernels can be used
 kernels/           Triton kernels
 custom_ops.py      torch.ops.lossscale, for compiled functions

@@ -18,12 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lossscale.core.validation import FLOAT32_MAX, as_float32
-from lossscale.torch.inspection.eager import (
-    NARROW,
-    amax_per_tensor,
-    multiply_,
-    norms_of,
-)
+from lossscale.torch.inspection.eager import NARROW, multiply_
+from lossscale.torch.inspection.host_norms import measure_amaxes, measure_norm
 from lossscale.torch.inspection.request import EPSILON, LIMITS, InspectionRequest
 from lossscale.torch.inspection.summary import (
     FOUND_INF,
@@ -32,7 +28,6 @@ from lossscale.torch.inspection.summary import (
 )
 from lossscale.torch.torch_internals import (
     flatten,
-    foreach_norm,
     foreach_unscale_,
     set_grad_enabled,
 )
@@ -46,9 +41,6 @@ FLAT_ELEMENTS = 2**18
 KEPT_ELEMENTS = 2**14
 """Up to so many, that copy is kept of a step that overflowed, until the report is asked
 which tensors did: 64 KiB for each of the reports that a history keeps."""
-
-_LOST_TO_UNDERFLOW = 2.0**-45
-"""Squares of a float32 norm below this may have lost too much to underflow."""
 
 
 class HostMeasurement(NamedTuple):
@@ -268,14 +260,14 @@ def measure(
             if layout.is_small:
                 norm, amaxes, unread = layout.read(grads, kept_elements)
             else:
-                norm, amaxes = _measure_norm(grads, layout)
+                norm, amaxes = measure_norm(grads, layout)
             needs_amaxes = request.measure_amax or not (
                 (inverse > 0.0 and norm * inverse <= layout.smallest)
                 or (amaxes or unread)
                 or _is_small(norm, inverse, request, layout)
             )
         if needs_amaxes:
-            norm, amaxes, too_large = _measure_amaxes(
+            norm, amaxes, too_large = measure_amaxes(
                 grads, norm, inverse, request, layout
             )
             unread = None
@@ -303,63 +295,6 @@ def _is_small(
     if inverse <= 0.0 or request.compares_with(layout.smallest_bound):
         return False
     return norm * inverse <= layout.smallest_limit
-
-
-def _measure_norm(
-    grads: list[torch.Tensor], layout: HostLayout
-) -> tuple[float, list[float] | None]:
-    """Return the norm of all gradients; in float64 where float32 is not enough.
-
-    If some are not finite, also NaN or infinity for each of them and a finite number
-    for each other; else `None`, also if only the norm is infinite.
-    """
-    if layout.is_plain:
-        norms = torch.stack(foreach_norm(grads, 2))
-        norm: float = torch.linalg.vector_norm(norms, dtype=torch.float64).item()
-        if not norm < _LOST_TO_UNDERFLOW:
-            return norm, None if math.isfinite(norm) else _find(grads, norms)
-    if not grads:
-        return 0.0, None
-    norms = norms_of(grads)
-    norm = torch.linalg.vector_norm(norms).item()
-    return norm, None if math.isfinite(norm) else _find(grads, norms)
-
-
-def _find(grads: list[torch.Tensor], norms: torch.Tensor) -> list[float] | None:
-    """Return NaN or infinity for each tensor that is not finite, else its norm.
-
-    `None` if there is a tensor whose norm alone is infinite.
-    """
-    kinds: list[float] = norms.tolist()
-    infinite = [index for index, norm in enumerate(kinds) if norm == math.inf]
-    if infinite:
-        amaxes = amax_per_tensor([grads[index] for index in infinite]).tolist()
-        for index, amax in zip(infinite, amaxes, strict=True):
-            kinds[index] = amax
-        if any(map(math.isfinite, amaxes)):
-            return None
-    return kinds
-
-
-def _measure_amaxes(
-    grads: list[torch.Tensor],
-    norm: float,
-    inverse: float,
-    request: InspectionRequest,
-    layout: HostLayout,
-) -> tuple[float, list[float], bool]:
-    """Return the norm, the largest magnitudes, and whether one of them is too large."""
-    if math.isinf(norm):  # in float64 it may be finite
-        norm = torch.linalg.vector_norm(norms_of(grads)).item()
-    amaxes: list[float] = amax_per_tensor(grads).tolist()
-    if request.norm_type == math.inf:
-        norm = max(amaxes, key=_nan_last)
-    too_large = False
-    if request.compares_with(layout.smallest_bound):
-        pairs = zip(amaxes, layout.bounds, strict=True)
-        too_large = any(amax * inverse > bound for amax, bound in pairs)
-    pairs = zip(amaxes, layout.limits, strict=True)
-    return norm, [_shown(amax, inverse, limit) for amax, limit in pairs], too_large
 
 
 def _summarize(
@@ -408,12 +343,6 @@ def _summarize(
     ]
 
 
-def _shown(amax: float, inverse: float, limit: float) -> float:
-    """Return a magnitude as a summary has it: infinite if it cannot be unscaled."""
-    usable = math.isnan(amax) or (inverse > 0.0 and amax * inverse <= limit)
-    return min(amax, FLOAT32_MAX) if usable else math.inf  # NaN stays NaN
-
-
 def invert(scale: float) -> float:
     """Return 1 / scale, divided in float64 and rounded to float32."""
     if scale == 0.0:
@@ -427,8 +356,3 @@ def invert(scale: float) -> float:
 def _to_float32(number: float) -> float:
     """Return a number rounded to float32; infinity if it is beyond, or NaN."""
     return as_float32(number) if number <= FLOAT32_MAX else math.inf
-
-
-def _nan_last(number: float) -> tuple[bool, float]:
-    """Return a key that sorts magnitudes as torch's maximum does: NaN is largest."""
-    return math.isnan(number), number
