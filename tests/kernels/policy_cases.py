@@ -7,9 +7,11 @@ they are, without a wait for the device, and a second time from a captured graph
 """
 
 import math
+import random
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,12 @@ from conformance import DATA_POLICIES, magnitude_trace
 import lossscale.torch as ls
 from lossscale import Signal
 from lossscale import numpy as reference
+from lossscale.torch.inspection.summary import AMAX, HEADER, NAN, NORM
+from lossscale.torch.scaler.scale_update import (
+    ScaleUpdate,
+    StateTensors,
+    StepOutcome,
+)
 
 STEPS = 60
 
@@ -107,6 +115,63 @@ def check_graph(device: str, policy: Any) -> None:
         _require_same(policy, at, expected, loop.states())
 
 
+def first_state(device: str, policy: Any, update: ScaleUpdate) -> StateTensors:
+    """Return the first state of a policy on a device."""
+    scale, good, bad, *memory = (
+        torch.tensor(value, dtype=dtype, device=device)
+        for value, dtype in zip(
+            reference.init(policy),
+            [torch.float32, torch.int32, torch.int32, *[torch.float32] * 99],
+            strict=False,
+        )
+    )
+    counters = torch.zeros(3, dtype=torch.int32, device=device)
+    settings = update.make_settings(torch.device(device))
+    return StateTensors(scale, good, bad, counters, settings, tuple(memory))
+
+
+def check_flags(device: str, policy: Any) -> None:
+    """Raise unless the policy's kernel has NumPy's states whatever flags it is given.
+
+    Every step says at random whether a gradient, the loss and the optimizer's bounds
+    were kept, and whether the magnitudes were measured.
+    """
+    rule = replace(policy.rule, hold_on_nonfinite_loss=True)
+    policy = replace(policy, rule=rule)
+    update = ScaleUpdate(policy, in_float64=False)
+    state, here = reference.init(policy), first_state(device, policy, update)
+    rng, skips, consecutive = random.Random(11), 0, 0
+    for at, (finite, magnitude) in enumerate(magnitude_trace(11, STEPS)):
+        knows_loss, measures = rng.random() < 0.7, rng.random() < 0.7
+        loss_finite = finite or rng.random() < 0.5
+        too_large = not finite and rng.random() < 0.3
+        nan = not finite and rng.random() < 0.5
+        with np.errstate(over="ignore"):
+            amax = np.float32(min(magnitude * state.scale, np.float32(3e38)))
+        flags = torch.tensor([not finite, not finite, too_large], dtype=torch.float32)
+        measured = torch.zeros(HEADER)
+        measured[NAN], measured[AMAX], measured[NORM] = nan, float(amax), 1.0
+        measured = measured.to(device) if measures else None
+        loss = torch.full((), float(not loss_finite), device=device)
+        outcome = StepOutcome(flags.to(device), 1, 2, loss if knows_loss else None)
+        with np.errstate(all="ignore"):
+            update._launch_policy(here, outcome, measured)
+        signal = Signal(finite, too_large=too_large)
+        if knows_loss:
+            signal = signal._replace(loss_finite=loss_finite)
+        if measures:
+            signal = signal._replace(nan=nan, amax=amax, norm=np.float32(1.0))
+        state = reference.update(policy, state, signal)
+        skips += not finite
+        consecutive = 0 if finite else consecutive + 1
+        have = tuple(float(value) for value in (*here[:3], *here.memory))
+        _require_same(policy, at, tuple(map(float, state)), have)
+        counted = here.counters.tolist()
+        if counted != [at + 1, skips, consecutive]:
+            message = f"{policy}: after step {at + 1} the counters are {counted}"
+            raise AssertionError(message)
+
+
 def _require_same(policy: Any, at: int, expected: Any, have: Any) -> None:
     want = tuple(float(value) for value in expected)
     if want != have:
@@ -119,6 +184,7 @@ def every_check(device: str) -> Iterable[tuple[str, Callable[[], None]]]:
     for policy in DATA_POLICIES:
         name = type(policy).__name__
         yield name, lambda policy=policy: check_policy(device, policy)
+        yield f"{name}, flags", lambda policy=policy: check_flags(device, policy)
         if device != "cpu":
             yield f"{name}, captured", lambda policy=policy: check_graph(device, policy)
 

@@ -13,8 +13,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from lossscale.core.policies import Switches  # noqa: E402
+from lossscale.core.portable import KINDS  # noqa: E402
 from lossscale.torch.inspection.kernels import (  # noqa: E402
     launch,
+    policy_update,
     scale_update,
     statistics,
     summarize,
@@ -67,7 +69,7 @@ UPDATE = {
 }
 
 
-def ptx(kernel, arguments, capability, warps=4, **constants):
+def ptx(kernel, arguments, capability, warps=4, *, fuses=True, **constants):
     """Compile a kernel and return its PTX."""
     signature = arguments | dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
@@ -76,7 +78,7 @@ def ptx(kernel, arguments, capability, warps=4, **constants):
         compiled = triton.compile(
             source,
             target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": warps},
+            options={"num_warps": warps, "enable_fp_fusion": fuses},
         )
     text = compiled.asm["ptx"]
     assert f".target sm_{capability}" in text
@@ -252,3 +254,26 @@ def test_a_count_by_exponent_compiles(capability, dtype, mixed, first, exponents
     assert "st.global" not in text
     assert ".ftz" not in text
     assert re.search(r"(atom|red)\.\S*add\.\S*64", text)
+
+
+@pytest.mark.parametrize("policy_class", KINDS.values())
+@pytest.mark.parametrize("has_measurements", [False, True])
+def test_a_policy_compiles_into_straight_line_code_that_rounds_as_torch_does(
+    policy_class, has_measurements
+):
+    policy = policy_class()
+    kernel = policy_update.make_kernel(
+        policy, has_loss=True, has_measurements=has_measurements
+    )
+    kinds = {"good_steps": "*i32", "bad_steps": "*i32"}
+    fields = policy.init()._fields
+    arguments = {f"{name}_pointer": kinds.get(name, "*fp32") for name in fields}
+    arguments |= {"counters": "*i32"}
+    arguments |= dict.fromkeys(
+        ("flags", "held_by_loss_pointer", "loss_pointer", "summary", "measured"),
+        "*fp32",
+    )
+    constants = {"skipped_at": 0, "too_large_at": 5, "notes_loss": True}
+    text = ptx(kernel, arguments, 80, fuses=False, **constants)
+    # No branch, no product fused with a sum, no approximated quotient.
+    assert not re.search(r"\bbra\b|fma\.|div\.(full|approx)", text)

@@ -986,7 +986,7 @@ class GradScaler(torch.amp.GradScaler):
             update.advance_tensors(
                 tensors,
                 flags,
-                partial(outcome.make_signal, flags, outcomes, update, scale.device),
+                partial(outcome.find_measurements, outcomes, update, scale.device),
             )
             for one in outcomes:
                 one.summary.publish(self._pool)

@@ -11,16 +11,12 @@ from collections.abc import Callable
 import torch
 from torch.amp.grad_scaler import OptState
 
-from lossscale.core.state import Signal
 from lossscale.torch.inspection import eager
 from lossscale.torch.inspection.groups import any_flag, make_flag
 from lossscale.torch.inspection.request import InspectionRequest
 from lossscale.torch.inspection.summary import (
-    AMAX,
     FOUND_INF,
     LOSS,
-    NAN,
-    NORM,
     TOO_LARGE,
     GradientSummary,
 )
@@ -126,28 +122,17 @@ def device_outcome(
     return StepOutcome(flags, skipped_at, too_large_at, loss, raw_loss, summary)
 
 
-def make_signal(
-    outcome: StepOutcome,
-    outcomes: list[OptimizerOutcome],
-    update: ScaleUpdate,
-    device: torch.device,
-) -> Signal:
-    """Return what a policy reads; measurements only if it may read them."""
-    loss = outcome.loss_nonfinite
-    signal = Signal(
-        finite=outcome.flags[0] == 0,
-        loss_finite=None if loss is None else loss == 0,
-        too_large=outcome.flags[outcome.too_large_at] != 0,
-    )
+def find_measurements(
+    outcomes: list[OptimizerOutcome], update: ScaleUpdate, device: torch.device
+) -> torch.Tensor | None:
+    """Return one summary of all optimizers; `None` if the policy reads flags alone."""
     summaries = [one.summary for one in outcomes]
     if update.is_builtin or not all(summary.is_measured for summary in summaries):
-        return signal
+        return None
     buffers = [summary.to_buffer() for summary in summaries]
-    buffer = buffers[0]
-    if len(buffers) > 1:
-        buffer = eager.combine(buffers, device, InspectionRequest(measure_norm=True))
-    nan, amax, norm = (buffer[index].to(device) for index in (NAN, AMAX, NORM))
-    return signal._replace(nan=nan != 0, amax=amax, norm=norm)
+    if len(buffers) == 1:
+        return buffers[0]
+    return eager.combine(buffers, device, InspectionRequest(measure_norm=True))
 
 
 def skip_together(steps: list[OptimizerStep], device: torch.device) -> None:

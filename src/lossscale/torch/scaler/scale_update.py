@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ScaleUpdate`: a policy that advances the scaler's state, in one of three ways.
 
-On a GPU one kernel runs `core/rule.py`. On a CPU Python numbers do, which the host has
-anyway. Everything else, and every policy that is not ours, runs on torch's tensors. The
-results are the same to the bit.
+On a GPU one kernel runs `core/rule.py`, or the step of another policy of ours. On a CPU
+Python numbers do, which the host has anyway. Everything else, and every policy that is
+not ours, runs on torch's tensors. The results are the same to the bit.
 
 torch multiplies its factors in float64 and rounds once. A scaler that was given torch's
 arguments does that too (`in_float64`); one that was given a policy keeps to the rule,
@@ -26,15 +26,16 @@ from lossscale.core.policies import (
     Switches,
     advance,
 )
+from lossscale.core.portable import KINDS
 from lossscale.core.rule import transition
 from lossscale.core.state import ScaleState, Signal, Where
 from lossscale.core.validation import FLOAT32_MAX, as_float32
 from lossscale.torch.devices import device_context
 from lossscale.torch.inspection import kernel_backend
-from lossscale.torch.inspection.summary import LOSS
+from lossscale.torch.inspection.summary import AMAX, LOSS, NAN, NORM
 
 if TYPE_CHECKING:
-    from lossscale.torch.inspection.kernels.launch import KernelLauncher
+    from lossscale.torch.inspection.kernels.launch import Kernel, KernelLauncher
 
 _LARGEST_BEFORE_ROUNDING = math.nextafter(FLOAT32_MAX + 2.0**103, 0.0)
 """The largest float64 number that float32 does not round to infinity."""
@@ -151,6 +152,8 @@ class ScaleUpdate:
             self._settings = self._find_settings(policy)
             self._switches = policy.switches
         self._launchers: dict[torch.device, KernelLauncher] = {}
+        self._kernels: dict[tuple[bool, bool], Kernel] = {}
+        """Of a policy that is not built in, by what it can read."""
 
     # -- on the host -------------------------------------------------------------------
 
@@ -181,17 +184,21 @@ class ScaleUpdate:
         self,
         tensors: StateTensors,
         outcome: StepOutcome,
-        signal: Callable[[], Signal],
+        measurements: Callable[[], torch.Tensor | None],
     ) -> None:
         """Advance the state on its device, in place.
 
         Args:
             tensors: The state.
             outcome: What happened.
-            signal: Returns the same and more, for a policy that reads measurements.
+            measurements: Returns a summary, for a policy that reads more than flags.
         """
         if self.is_builtin and tensors.settings is not None:
             self._launch(tensors, outcome)
+            return
+        measured = measurements()
+        if tensors.settings is not None and type(self.policy) in KINDS.values():
+            self._launch_policy(tensors, outcome, measured)
             return
         scale = tensors.scale
         if self._in_float64 and scale.device.type != "mps":
@@ -199,7 +206,8 @@ class ScaleUpdate:
         kept = tensors.good_steps, tensors.bad_steps, *tensors.memory
         kept = kept[: len(self.first) - 1]  # a scale that is set leaves the memory
         state = type(self.first)(scale, *kept)
-        moved = self._advance(state, signal(), torch.where)
+        signal = _make_signal(outcome, measured)
+        moved = self._advance(state, signal, torch.where)
         # The scale last: an interrupt in between must not move it twice.
         targets = *kept[::-1], tensors.scale
         for tensor, value in zip(targets, moved[::-1], strict=True):
@@ -233,19 +241,13 @@ class ScaleUpdate:
     def _launch(self, tensors: StateTensors, outcome: StepOutcome) -> None:
         """Advance the state by one kernel."""
         from lossscale.torch.inspection.kernels import scale_update  # noqa: PLC0415
-        from lossscale.torch.inspection.kernels.launch import (  # noqa: PLC0415
-            KernelLauncher,
-        )
 
         device = tensors.scale.device
         moves = isinstance(self.policy, Dynamic)
         held = outcome.loss_nonfinite if self.checks_loss else None
         loss = outcome.raw_loss
-        launcher = self._launchers.get(device)
-        if launcher is None:
-            launcher = self._launchers[device] = KernelLauncher()
         with device_context(device):
-            launcher.launch(
+            self._launcher_on(device).launch(
                 scale_update.update_scale,
                 1,
                 (
@@ -270,6 +272,57 @@ class ScaleUpdate:
                     *self._switches,
                 ),
             )
+
+    def _launch_policy(
+        self,
+        tensors: StateTensors,
+        outcome: StepOutcome,
+        measured: torch.Tensor | None,
+    ) -> None:
+        """Advance the state by a kernel that was written from the policy's step."""
+        device = tensors.scale.device
+        loss, held = outcome.raw_loss, outcome.loss_nonfinite
+        key = held is not None, measured is not None
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            from lossscale.torch.inspection.kernels import (  # noqa: PLC0415
+                policy_update,
+            )
+
+            kernel = self._kernels[key] = policy_update.make_kernel(
+                self.policy, has_loss=key[0], has_measurements=key[1]
+            )
+        if measured is not None:
+            measured = measured.to(device)
+        with device_context(device):
+            self._launcher_on(device).launch(
+                kernel,
+                1,
+                (
+                    *tensors[:3],
+                    *tensors.memory,
+                    tensors.counters,
+                    outcome.flags,
+                    # Pointers that are not used may be any.
+                    outcome.flags if held is None else held,
+                    outcome.flags if loss is None else loss,
+                    outcome.flags if outcome.summary is None else outcome.summary,
+                    outcome.flags if measured is None else measured,
+                ),
+                (outcome.skipped_at, outcome.too_large_at, loss is not None),
+                fuses=False,  # as torch's operations, which round each result
+            )
+
+    def _launcher_on(self, device: torch.device) -> "KernelLauncher":
+        """Return the launcher of a device."""
+        from lossscale.torch.inspection.kernels.launch import (  # noqa: PLC0415
+            KernelLauncher,
+        )
+
+        launcher = self._launchers.get(device)
+        if launcher is None:
+            launcher = self._launchers[device] = KernelLauncher()
+        return launcher
 
     # -- either way --------------------------------------------------------------------
 
@@ -307,6 +360,21 @@ _KERNEL_SETTINGS = ("growth_factor", "backoff", "min_scale", "max_scale")
 _NO_SETTINGS = Settings(2.0, 1, 0, 0.5, 1, 1.0, 1.0)
 _OFF = Switches(*[False] * len(Switches._fields))
 """What the kernel is compiled with for a scale that never moves; it reads neither."""
+
+
+def _make_signal(outcome: StepOutcome, measured: torch.Tensor | None) -> Signal:
+    """Return what a policy reads, as tensors."""
+    loss = outcome.loss_nonfinite
+    signal = Signal(
+        finite=outcome.flags[0] == 0,
+        loss_finite=None if loss is None else loss == 0,
+        too_large=outcome.flags[outcome.too_large_at] != 0,
+    )
+    if measured is None:
+        return signal
+    device = outcome.flags.device
+    nan, amax, norm = (measured[index].to(device) for index in (NAN, AMAX, NORM))
+    return signal._replace(nan=nan != 0, amax=amax, norm=norm)
 
 
 def _pick(condition: Any, first: Any, second: Any) -> Any:

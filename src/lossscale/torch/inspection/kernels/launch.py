@@ -66,6 +66,8 @@ class KernelLauncher:
         programs: int,
         arguments: tuple[object, ...],
         constants: tuple[object, ...],
+        *,
+        fuses: bool = True,
     ) -> None:
         """Launch a kernel.
 
@@ -74,13 +76,16 @@ class KernelLauncher:
             programs: The size of the grid.
             arguments: Tensors and numbers, in the kernel's order.
             constants: The compile-time constants that come after them.
+            fuses: Whether a product and a sum may be rounded once instead of twice.
         """
         key = (id(kernel), constants)
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled.launch(programs, arguments, constants)
             return
-        found = kernel[(programs,)](*arguments, *constants, num_warps=WARPS)
+        found = kernel[(programs,)](
+            *arguments, *constants, num_warps=WARPS, enable_fp_fusion=fuses
+        )
         if found is not None:  # the interpreter compiles nothing
             self._compiled[key] = CompiledKernel(found)
 

@@ -24,6 +24,22 @@ def _select(condition, first, second):
 
 
 @triton.jit
+def note_loss(loss_pointer, summary):
+    """Note in a summary whether a loss, float32, is not finite."""
+    loss = tl.abs(tl.load(loss_pointer))
+    tl.store(summary + _LOSS, tl.where(loss <= _FLOAT32_MAX, 0.0, 1.0))
+
+
+@triton.jit
+def count_step(counters, skipped):
+    """Count a step: all, skipped ones, consecutive skipped ones."""
+    one = tl.where(skipped, 1, 0)
+    tl.store(counters, tl.load(counters) + 1)
+    tl.store(counters + 1, tl.load(counters + 1) + one)
+    tl.store(counters + 2, tl.where(skipped, tl.load(counters + 2) + 1, 0))
+
+
+@triton.jit
 def update_scale(
     scale_pointer,
     good_pointer,
@@ -124,9 +140,5 @@ def update_scale(
         tl.store(good_pointer, tl.where(held, old_good, good))
         tl.store(bad_pointer, tl.where(held, old_bad, bad))
     if notes_loss:
-        loss = tl.abs(tl.load(loss_pointer))
-        tl.store(summary + _LOSS, tl.where(loss <= _FLOAT32_MAX, 0.0, 1.0))
-    one = tl.where(skipped, 1, 0)
-    tl.store(counters, tl.load(counters) + 1)
-    tl.store(counters + 1, tl.load(counters + 1) + one)
-    tl.store(counters + 2, tl.where(skipped, tl.load(counters + 2) + 1, 0))
+        note_loss(loss_pointer, summary)
+    count_step(counters, skipped)
