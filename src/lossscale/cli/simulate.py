@@ -215,7 +215,8 @@ def _print_trace(
             dtype=sequence.dtype,
         )
         for step, (finite, state) in enumerate(states, start=1):
-            rows.append((name, step, finite, *(value.item() for value in state)))
+            numbers = (value.item() for value in state)
+            rows.append((name, step, bool(finite), *numbers))
     columns = ["policy", "step", "finite", "scale", "good_steps", "bad_steps"]
     if as_json:
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
