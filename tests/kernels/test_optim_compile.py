@@ -90,6 +90,12 @@ def test_an_aligned_update_reads_and_writes_128_bits_at_a_time():
     assert not re.search(r"ld\.global\.v4\.b32", compile_adam("float32", aligned=False))
 
 
+@pytest.mark.parametrize("kinds", ADAM_KINDS)
+def test_an_aligned_update_exchanges_nothing_between_threads(kinds):
+    # Every thread reads, computes and writes the same elements of all tensors.
+    assert not re.search(r"(ld|st)\.shared|bar\.sync", compile_adam(kinds))
+
+
 def test_step_counts_and_bias_corrections_compile():
     text = ptx(adam.prepare_adam, PREPARE, 90, block=tables.ROWS)
     assert "div.rn.f64" in text
