@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lossscale.core.validation import format_value
-from lossscale.errors import SettingError, SettingTypeError
+from lossscale.errors import ContextError, SettingError, SettingTypeError
 
 
 @runtime_checkable
@@ -55,6 +55,16 @@ class RankGroups(NamedTuple):
     """Those of them that have different shards of gradients that are not DTensors."""
     shards_over_world: bool = False
     """Whether all ranks have shards, once the process group is initialized."""
+
+    def require_none_to_pickle(self) -> None:
+        """Raise if there are process groups: they belong to their process."""
+        if self.deciding and not self.shards_over_world:
+            message = (
+                "A scaler that was made with process_groups=, meshes= or shard_groups= "
+                "cannot be pickled or copied: process groups belong to their process. "
+                "Save scaler.state_dict() and load it into a new one."
+            )
+            raise ContextError(message)
 
     def resolve(self) -> "RankGroups":
         """Return the groups, with all ranks among them if they can be known by now."""

@@ -139,6 +139,23 @@ class GradientChecker:
             step.record(inspection.summary)
         return inspection.found_inf, inspection
 
+    def check_again(self, step: OptimizerStep, live: LiveState) -> None:
+        """Check unscaled gradients that were written to after a new loss was scaled."""
+        found_before = step.found_inf
+        one = torch.ones((), dtype=torch.float32, device=live.tensor.device)
+        found_inf, _ = self.check(
+            step.optimizer,
+            step,
+            InspectionRequest(),
+            live,
+            allow_fp16=True,
+            inverse=one,
+        )
+        for device, flag in found_before.items():
+            if device in found_inf:
+                new_flag = found_inf[device].reshape(flag.shape)
+                torch.maximum(flag, new_flag, out=flag)
+
     def _carried_by(
         self, scale: torch.Tensor | None, inverse: torch.Tensor | None
     ) -> CarriedScale:

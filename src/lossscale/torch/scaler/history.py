@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from lossscale.errors import CollapseError, CollapseWarning
+from lossscale.core import validation
+from lossscale.core.validation import format_value
+from lossscale.errors import CollapseError, CollapseWarning, SettingTypeError
 from lossscale.torch.calls import stack_level_of_caller
 from lossscale.torch.scaler.report import OptimizerRef, StepReport, is_same_optimizer
 
@@ -137,6 +139,29 @@ class StepHistory:
             self._on_alarm()
             message += " The next batch is watched, and explained when it is over."
         warnings.warn(message, CollapseWarning, stacklevel=stack_level_of_caller())
+
+
+def make_history(
+    on_step: OnStep | None,
+    max_consecutive_skips: int | None,
+    on_collapse: object,
+    on_alarm: Callable[[], None] | None,
+) -> StepHistory:
+    """Return the history that the constructor's arguments describe, or raise."""
+    validation.check_choice("on_collapse", on_collapse, ("warn", "raise", "explain"))
+    if on_step is not None and not callable(on_step):
+        message = (
+            f"on_step must be a function of a StepReport, got {format_value(on_step)}."
+        )
+        raise SettingTypeError(message)
+    if max_consecutive_skips is not None:
+        validation.check_count("max_consecutive_skips", max_consecutive_skips)
+    return StepHistory(
+        on_step,
+        max_consecutive_skips,
+        raises_on_collapse=on_collapse == "raise",
+        on_alarm=on_alarm,
+    )
 
 
 def _describe_collapse(count: int, reports: list[StepReport]) -> str:

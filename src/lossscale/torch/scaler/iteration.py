@@ -264,6 +264,15 @@ class OptimizerStep:
             self.stepping = self._unscaled
         self.is_unscaling = False
 
+    def write_back(self) -> None:
+        """Write unscaled, clipped gradients where they are still scaled."""
+        if self.inspection is None:
+            return
+        self.is_unscaling = True
+        self.inspection.rescale_()
+        self.inspection = self.grad_scale = None
+        self.is_unscaling = False
+
     def mark_stepping(self) -> None:
         """Record that the optimizer is about to be called."""
         self.stepping = first_gradient_of(self.optimizer)
