@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lossscale.diagnostics.formats import FORMATS
-from lossscale.diagnostics.records.run_file import RunFile, Statistics
+from lossscale.diagnostics.records.run_file import RunFile
+from lossscale.diagnostics.records.statistics_line import Statistics
 from lossscale.diagnostics.report.encoding import encode_arrays
 
 Floats = npt.NDArray[np.float64]

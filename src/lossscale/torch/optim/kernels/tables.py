@@ -24,7 +24,7 @@ from lossscale.errors import ContextError
 from lossscale.torch.devices import device_context, is_capturing
 from lossscale.torch.inspection.kernels.launch import KernelLauncher
 from lossscale.torch.optim.kernels import adam, sgd
-from lossscale.torch.optim.kernels.memory import COLUMNS, SCALARS
+from lossscale.torch.optim.kernels.memory import COLUMNS, SCALARS, SUMS
 from lossscale.torch.torch_internals import all_addresses_equal
 
 BLOCK = 2048
@@ -60,6 +60,16 @@ class Unit(NamedTuple):
     kinds: tuple[Kind, Kind]
     chunks: int
     chunk_tensors: torch.Tensor
+
+
+class MeasuredRows(NamedTuple):
+    """What the kernels have measured, on their device."""
+
+    sums: torch.Tensor
+    """A row for each parameter, as `measure_update` describes it; zeros where there was
+    no gradient."""
+    skipped: torch.Tensor
+    """0.0 if the step was taken."""
 
 
 class Tables:
@@ -132,7 +142,8 @@ class Tables:
         found_inf: torch.Tensor | None,
         *,
         write_back: bool,
-    ) -> None:
+        measure: bool = False,
+    ) -> MeasuredRows | None:
         """Update the parameters.
 
         Args:
@@ -141,6 +152,10 @@ class Tables:
             grad_scale: What divides the gradients, if they are scaled.
             found_inf: 1.0 to skip the step, else 0.0.
             write_back: Whether to write the unscaled gradients.
+            measure: Whether to measure what is added to the weights.
+
+        Returns:
+            What was measured.
         """
         self.copy_settings(groups)
         addresses = self._grads
@@ -152,9 +167,15 @@ class Tables:
         scale = self._number(grad_scale, self._no_scale)
         flag = self._number(found_inf, self._no_flag)
         is_aligned = self._is_aligned and addresses.is_aligned
+        sums = None
+        if measure:
+            sums = torch.zeros(
+                (len(self.rows), SUMS.value), dtype=torch.float64, device=self.device
+            )
         with device_context(self.device):
-            constants = (write_back, is_aligned, self._block)
-            self._launch(addresses.table, scale, flag, constants)
+            constants = (write_back, is_aligned, self._block, measure)
+            self._launch(addresses.table, scale, flag, constants, sums)
+        return None if sums is None else MeasuredRows(sums, flag)
 
     def _number(
         self, number: torch.Tensor | None, default: torch.Tensor
@@ -170,11 +191,25 @@ class Tables:
         grads: torch.Tensor,
         arguments: tuple[torch.Tensor, ...],
         constants: tuple[object, ...],
+        sums: torch.Tensor | None,
     ) -> None:
-        """Launch the kernel that updates, once for every two kinds of parameters."""
+        """Launch the kernel that updates, once for every two kinds of parameters.
+
+        Args:
+            kernel: The kernel.
+            grads: The addresses of the gradients.
+            arguments: Its arguments after the tables.
+            constants: Its constants after the kinds.
+            sums: Where what the chunks have measured is added up, tensor by tensor;
+                `None` to measure nothing.
+        """
         for unit in self.units:
             first, second = unit.kinds
             if unit.chunks:
+                # A kernel that does not measure is given a tensor that it ignores.
+                own = self._no_flag
+                if sums is not None:
+                    own = sums.new_zeros((unit.chunks, SUMS.value))
                 self._launcher.launch(
                     kernel,
                     unit.chunks,
@@ -186,9 +221,12 @@ class Tables:
                         self._starts,
                         unit.chunk_tensors,
                         *arguments,
+                        own,
                     ),
                     (*first, *second, first != second, *constants),
                 )
+                if sums is not None:
+                    sums.index_add_(0, unit.chunk_tensors, own)
 
     def _kind(self, row: Row) -> Kind:
         raise NotImplementedError
@@ -202,6 +240,7 @@ class Tables:
         scale: torch.Tensor,
         flag: torch.Tensor,
         constants: tuple[object, ...],
+        sums: torch.Tensor | None,
     ) -> None:
         raise NotImplementedError
 
@@ -254,6 +293,7 @@ class AdamTables(Tables):
         scale: torch.Tensor,
         flag: torch.Tensor,
         constants: tuple[object, ...],
+        sums: torch.Tensor | None,
     ) -> None:
         self._launcher.launch(
             adam.prepare_adam,
@@ -270,7 +310,8 @@ class AdamTables(Tables):
             ),
             (ROWS,),
         )
-        self._launch_units(adam.apply_adam, grads, (self._scalars, flag), constants)
+        arguments = (self._scalars, flag)
+        self._launch_units(adam.apply_adam, grads, arguments, constants, sums)
 
 
 class SgdTables(Tables):
@@ -296,9 +337,10 @@ class SgdTables(Tables):
         scale: torch.Tensor,
         flag: torch.Tensor,
         constants: tuple[object, ...],
+        sums: torch.Tensor | None,
     ) -> None:
         arguments = (self._groups, self._settings.table, scale, flag)
-        self._launch_units(sgd.apply_sgd, grads, arguments, constants)
+        self._launch_units(sgd.apply_sgd, grads, arguments, constants, sums)
 
 
 class Settings:
