@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from helpers.optimizers import check_equal, copy_tensors, make_params, set_grads
+from lossscale.torch import GradScaler
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 KINDS = {
@@ -179,3 +180,52 @@ def check_tiny(device, setting):
     assert [1.0, 0.0] == found.lost
     assert 0.0 < found.ratio[0] < 1e-29
     assert math.inf == found.ratio[1]
+
+
+class Asked:
+    """A callback that wants some steps, and keeps the updates of all."""
+
+    def __init__(self, *steps):
+        self.steps, self.found = steps, {}
+
+    def wants_statistics(self, step):
+        return step in self.steps
+
+    def __call__(self, report):
+        found = report.statistics
+        self.found[report.index] = None if found is None else found.updates
+
+
+def check_with_scaler(device, setting):
+    """What a scaler reports is what the optimizer has measured by itself."""
+    asked = Asked(1, 2, 4)
+    params, others = (make_params(FLOAT16, device=device) for _ in range(2))
+    optimizer = setting.ours(params, master_weights=True)
+    alone = setting.ours(others, master_weights=True)
+    names = [(f"w{index}", param) for index, param in enumerate(params)]
+    scaler = GradScaler(
+        torch.device(device).type,
+        init_scale=8.0,
+        backoff_factor=1 - 2**-20,
+        on_step=asked,
+        names=names,
+    )
+    scaler.scale(torch.ones((), device=device))
+    expected = []
+    for number in range(4):
+        for each in (params, others):
+            set_grads(each, number, 8.0)
+        params[1].grad = others[1].grad = None
+        scale, skip = scaler.get_scale(), number == 1
+        expected.append(take_measured_step(alone, scale=scale, skip=skip))
+        if skip:
+            params[0].grad.view(-1)[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+    scaler.flush()
+    # A step that is not asked for has no statistics, and a skipped one no updates.
+    assert [None, None] == [asked.found[2], asked.found[3]]
+    for number in (1, 4):
+        found, alike = asked.found[number], expected[number - 1]
+        assert [f"w{index}" for index in (0, 2, 3, 4)] == found.names
+        assert alike._replace(names=found.names) == found

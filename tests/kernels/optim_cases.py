@@ -247,6 +247,7 @@ def measured(device, setting, block):
         ("groups", lambda: updates.check_groups(device, setting)),
         ("sizes", lambda: updates.check_sizes(device, setting, block)),
         ("tiny", lambda: updates.check_tiny(device, setting)),
+        ("scaler", lambda: updates.check_with_scaler(device, setting)),
     ):
         yield f"measured {name} {setting}", check
     for kind in KINDS:
