@@ -44,7 +44,7 @@ class Updates(NamedTuple):
 
 
 def summarize_updates(run: RunFile) -> Updates | None:
-    """Return what stands out in the last updates; `None` if none was measured."""
+    """Return which of the last updates stand out; `None` if none was measured."""
     sample = _find_last(run)
     if sample is None or not sample.updates:
         return None
