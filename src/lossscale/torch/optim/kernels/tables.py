@@ -190,6 +190,7 @@ class Tables:
         kernel: Any,
         grads: torch.Tensor,
         arguments: tuple[torch.Tensor, ...],
+        flag: torch.Tensor,
         constants: tuple[object, ...],
         sums: torch.Tensor | None,
     ) -> None:
@@ -199,34 +200,39 @@ class Tables:
             kernel: The kernel.
             grads: The addresses of the gradients.
             arguments: Its arguments after the tables.
-            constants: Its constants after the kinds.
+            flag: 1.0 to skip the step, else 0.0.
+            constants: Its constants after the kinds; the last says whether it measures.
             sums: Where what the chunks have measured is added up, tensor by tensor;
                 `None` to measure nothing.
         """
         for unit in self.units:
+            if not unit.chunks:
+                continue
             first, second = unit.kinds
-            if unit.chunks:
-                # A kernel that does not measure is given a tensor that it ignores.
-                own = self._no_flag
-                if sums is not None:
-                    own = sums.new_zeros((unit.chunks, SUMS.value))
-                self._launcher.launch(
-                    kernel,
-                    unit.chunks,
-                    (
-                        self._pointers,
-                        grads,
-                        self._counts,
-                        self._kinds,
-                        self._starts,
-                        unit.chunk_tensors,
-                        *arguments,
-                        own,
-                    ),
-                    (*first, *second, first != second, *constants),
-                )
-                if sums is not None:
-                    sums.index_add_(0, unit.chunk_tensors, own)
+            every = (*first, *second, first != second, *constants)
+            tables = (
+                self._pointers,
+                grads,
+                self._counts,
+                self._kinds,
+                self._starts,
+                unit.chunk_tensors,
+            )
+            if sums is None:
+                # The last argument is one that the kernel ignores.
+                given = (*tables, *arguments, flag, self._no_flag)
+                self._launcher.launch(kernel, unit.chunks, given, every)
+                continue
+            own = sums.new_zeros((unit.chunks, SUMS.value))
+            given = (*tables, *arguments, flag, own)
+            self._launcher.launch(kernel, unit.chunks, given, every)
+            sums.index_add_(0, unit.chunk_tensors, own)
+            plain = (*every[:-1], False)
+            if not self._launcher.has_compiled(kernel, plain):
+                # The next step may be captured in a graph, when nothing can be
+                # compiled. This one is skipped: its flag is 1.
+                given = (*tables, *arguments, self._no_scale, self._no_flag)
+                self._launcher.launch(kernel, unit.chunks, given, plain)
 
     def _kind(self, row: Row) -> Kind:
         raise NotImplementedError
@@ -310,8 +316,8 @@ class AdamTables(Tables):
             ),
             (ROWS,),
         )
-        arguments = (self._scalars, flag)
-        self._launch_units(adam.apply_adam, grads, arguments, constants, sums)
+        arguments = (self._scalars,)
+        self._launch_units(adam.apply_adam, grads, arguments, flag, constants, sums)
 
 
 class SgdTables(Tables):
@@ -339,8 +345,8 @@ class SgdTables(Tables):
         constants: tuple[object, ...],
         sums: torch.Tensor | None,
     ) -> None:
-        arguments = (self._groups, self._settings.table, scale, flag)
-        self._launch_units(sgd.apply_sgd, grads, arguments, constants, sums)
+        arguments = (self._groups, self._settings.table, scale)
+        self._launch_units(sgd.apply_sgd, grads, arguments, flag, constants, sums)
 
 
 class Settings:
