@@ -10,6 +10,7 @@ the parts that the scaler is composed of in `scaler`.
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -683,9 +684,10 @@ class GradScaler(torch.amp.GradScaler):
         if closure is not None:
             step = self._begin_step(optimizer)
             check = partial(self._unscale_for_closure, step)
-            return closures.step_with_closure(
-                step, optimizer, closure, arguments, check
-            )
+            with self._measure_update(step.optimizer):
+                return closures.step_with_closure(
+                    step, optimizer, closure, arguments, check
+                )
         if self._scale is None:
             self._check_scale_growth_tracker("step")
         step = self._begin_step(optimizer)
@@ -769,9 +771,10 @@ class GradScaler(torch.amp.GradScaler):
         try:
             if is_fused:
                 is_exact = step.has_own_flags and not self._is_overridden(*_CHECK_HOOKS)
-                result = fused_optimizers.step_fused(
-                    step, stepped, arguments, self._tensors()[0], is_exact=is_exact
-                )
+                with self._measure_update(optimizer):
+                    result = fused_optimizers.step_fused(
+                        step, stepped, arguments, self._tensors()[0], is_exact=is_exact
+                    )
             else:
                 result = self._maybe_opt_step(stepped, step.state, *args, **kwargs)
         except Exception:
@@ -792,6 +795,14 @@ class GradScaler(torch.amp.GradScaler):
             self.unscale_(step.optimizer)
         else:
             self._unscale(step, stepping=True)
+
+    def _measure_update(
+        self, optimizer: torch.optim.Optimizer
+    ) -> AbstractContextManager[None]:
+        """Return a context in which a step is measured, if the callback wants it."""
+        if not self._sampler.is_listening:
+            return _NO_CONTEXT
+        return self._checker.measure_update(optimizer, self._iteration)
 
     def _unscale_for_closure(self, step: OptimizerStep) -> bool:
         """Unscale the gradients of a closure; return whether they are finite."""
@@ -1186,6 +1197,8 @@ _PACKAGE = f"{__package__}."
 
 _OWN = dict(vars(GradScaler))
 """The methods as they are here, which most scalers have."""
+
+_NO_CONTEXT = nullcontext()
 
 _KEEP_SCALE = ScaleUpdate(Fixed(), in_float64=False)
 """Counts a step, and leaves the scale to the caller."""
