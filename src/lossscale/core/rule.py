@@ -4,9 +4,9 @@
 Every scaler in the field is one small state machine. This file is that machine,
 and the only place in the package where it is written down. Read it first.
 
-The state is three numbers: `scale`; `good`, the finite steps counted towards the
-next growth; and `bad`, the overflows counted towards the next back-off. A step
-reports one thing, `finite`: were all gradients finite? Then:
+The state is three numbers: `scale`; `good` (`ScaleState.good_steps`), the finite steps
+counted towards the next growth; and `bad` (`bad_steps`), the overflows counted towards
+the next back-off. A step reports one thing, `finite`: were all gradients finite? Then:
 
     a finite step      good + 1.  Once good reaches `growth_threshold`:
                        scale * growth_factor, unless that passes `max_scale`.
