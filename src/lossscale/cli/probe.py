@@ -57,6 +57,8 @@ PARTS = {
         Part("packaging", "cli"),
         Part("rich", "cli"),
         Part("uniplot", "cli"),
+        Part("textual", "watch", "lossscale.cli.watch_app"),
+        Part("pyarrow", "parquet"),
     )
 }
 
