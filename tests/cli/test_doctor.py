@@ -7,9 +7,9 @@ import sys
 from importlib.metadata import requires, version
 
 import pytest
-from packaging.requirements import Requirement
 from helpers.processes import run_process
 from helpers.terminals import seen_on_a_terminal
+from packaging.requirements import Requirement
 
 from lossscale.cli.doctor import _judge
 from lossscale.cli.probe import PARTS, Part, _examine_here

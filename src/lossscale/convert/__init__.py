@@ -38,7 +38,16 @@ __all__ = [
 
 
 class Conversion(NamedTuple):
-    """A state in another library's form, and what that form cannot hold."""
+    """A state in another library's form, and what that form cannot hold.
+
+    Example:
+        >>> from lossscale import Dynamic
+        >>> from lossscale.convert import to_library
+        >>> policy = Dynamic(hysteresis=2)
+        >>> conversion = to_library("apex", policy, policy.init())
+        >>> conversion.dropped[0]
+        'hysteresis is 2 here, apex will take 1'
+    """
 
     values: dict[str, Any]
     """The other library's mapping."""

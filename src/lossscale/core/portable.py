@@ -216,6 +216,17 @@ def load(path: str | os.PathLike[str]) -> tuple[SavedPolicy, ScaleState]:
 
     Raises:
         StateError: If the file does not hold a portable state.
+
+    Example:
+        >>> import os, tempfile
+        >>> from lossscale import Dynamic, load, save
+        >>> policy = Dynamic(growth_interval=500)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "scaler.json")
+        ...     save(path, policy, policy.init())
+        ...     loaded, state = load(path)
+        >>> loaded == policy, state.scale
+        (True, 65536.0)
     """
     return from_portable(read_json(path))
 

@@ -19,7 +19,14 @@ Array = npt.NDArray[Any]
 
 
 class ExponentHistogram(NamedTuple):
-    """How many finite, non-zero numbers of an array have which exponent."""
+    """How many finite, non-zero numbers of an array have which exponent.
+
+    Example:
+        >>> from lossscale.diagnostics import exponent_histogram
+        >>> histogram = exponent_histogram([0.5, 0.75, 2.0])
+        >>> histogram.first_exponent, histogram.counts.tolist()
+        (-1, [2, 0, 1])
+    """
 
     first_exponent: int
     """The exponent that the first count is for; 0 if there is no count."""

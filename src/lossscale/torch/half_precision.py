@@ -143,6 +143,14 @@ def to_float32(model: torch.nn.Module) -> None:
 
     Args:
         model: The model.
+
+    Example:
+        >>> import torch, lossscale.torch as ls
+        >>> model = torch.nn.Linear(2, 1)
+        >>> conversion = ls.to_float16(model)
+        >>> ls.to_float32(model)
+        >>> model.weight.dtype
+        torch.float32
     """
     for module in model.modules():
         _convert(module, torch.float32)

@@ -30,7 +30,22 @@ from lossscale.errors import SettingTypeError, StateError
 
 @dataclass(frozen=True, eq=False)
 class Backtest:
-    """What policies would have done in a recorded run."""
+    """What policies would have done in a recorded run.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from lossscale import Fixed
+        >>> from lossscale.diagnostics import Recorder, backtest
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "run.jsonl"
+        ...     with Recorder(path) as recorder:
+        ...         for _ in range(100):
+        ...             recorder.record(scale=1024.0, applied=True, amax=0.25)
+        ...     result = backtest(path, {"high": Fixed(2.0**20)})
+        >>> result.recorded.skipped.likely, result.outcomes["high"].skipped.likely
+        (0, 100)
+    """
 
     steps: RecordedSteps
     """The steps of the record."""

@@ -36,7 +36,23 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What one policy would have done, as far as the record shows it."""
+    """What one policy would have done, as far as the record shows it.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from lossscale import Fixed
+        >>> from lossscale.diagnostics import Recorder, backtest
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "run.jsonl"
+        ...     with Recorder(path) as recorder:
+        ...         for _ in range(100):
+        ...             recorder.record(scale=1024.0, applied=True, amax=0.25)
+        ...     result = backtest(path, {"high": Fixed(2.0**20)})
+        >>> outcome = result.outcomes["high"]
+        >>> outcome.growths, outcome.final_scale.likely
+        (0, 1048576.0)
+    """
 
     policy: Policy | None
     """The policy; `None` for what the run itself did."""

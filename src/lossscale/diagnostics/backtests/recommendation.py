@@ -62,7 +62,15 @@ _WIDE = ("bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to use for the next run like a recorded one."""
+    """What to use for the next run like a recorded one.
+
+    Example:
+        >>> from lossscale import Dynamic
+        >>> from lossscale.diagnostics import Recommendation
+        >>> found = Recommendation(Dynamic(growth_interval=500), (), (), "torch")
+        >>> print(found.code.splitlines()[-2])
+        policy = lossscale.Dynamic(init_scale=2.0**16, growth_interval=500)
+    """
 
     policy: Policy | None
     """The policy; `None` if the record does not show which."""

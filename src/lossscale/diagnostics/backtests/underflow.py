@@ -16,7 +16,13 @@ MOST_PARTS = 64
 
 
 class LostShare(NamedTuple):
-    """The share of gradient values that became zero."""
+    """The fraction of gradient values that became zero.
+
+    Example:
+        >>> from lossscale.diagnostics import LostShare
+        >>> LostShare(known=0.01, most=0.05).most
+        0.05
+    """
 
     known: float
     """Those that were stored as another number in the record."""
