@@ -105,18 +105,18 @@ def _fits(console: Console, table: Table) -> bool:
 def _table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
-    places: Sequence[int],
+    indices: Sequence[int],
     text_columns: int,
 ) -> Table:
     """Return a table of some columns."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for place in places:
-        justify: JustifyMethod = "left" if place < text_columns else "right"
+    for index in indices:
+        justify: JustifyMethod = "left" if index < text_columns else "right"
         # A cell that is wider than the terminal goes on in the next line.
-        table.add_column(columns[place], justify=justify, overflow="fold")
+        table.add_column(columns[index], justify=justify, overflow="fold")
     for row in rows:
         # Text, not markup: 'lossscale[torch]' is no style.
-        table.add_row(*(Text(row[place]) for place in places))
+        table.add_row(*(Text(row[index]) for index in indices))
     return table
 
 
@@ -145,7 +145,7 @@ def in_percent(advance: Callable[[], Any]) -> Callable[[int, int], None]:
 
 
 def number(value: float) -> str:
-    """Write a scale or a share so that a person can read it."""
+    """Write a scale or a fraction so that a person can read it."""
     if 1 <= value < _LONG and float(value).is_integer():
         return f"{int(value):,}"
     mantissa, exponent = frexp(value)

@@ -142,7 +142,7 @@ def _choices(key: str, text: str) -> list[str]:
         message = f"A sweep tries 1 to {_MOST:,} values, got {parts[-1]!r}."
         raise SettingError(message)
     gaps = max(1, int(count) - 1)
-    values = [first + (last - first) * place / gaps for place in range(int(count))]
+    values = [first + (last - first) * index / gaps for index in range(int(count))]
     return [str(round(v)) if key in _COUNTS else repr(v) for v in values]
 
 

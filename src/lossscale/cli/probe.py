@@ -163,8 +163,8 @@ def _cuda_devices() -> tuple[str, ...]:
     torch = import_module("torch")
     if not torch.cuda.is_available():
         return ()
-    places = range(torch.cuda.device_count())
-    return tuple(torch.cuda.get_device_name(place) for place in places)
+    indices = range(torch.cuda.device_count())
+    return tuple(torch.cuda.get_device_name(index) for index in indices)
 
 
 def _torch_devices() -> tuple[str, ...]:

@@ -162,11 +162,11 @@ def _overflows(sequence: StepSequence, other: str) -> str:
 
 
 def _join_names(names: list[str]) -> str:
-    shown = ", ".join(names[:_MOST_LISTED])
-    others = len(names) - _MOST_LISTED
-    if others > 0:
-        shown += f" and {others} more"
-    return shown if len(names) == 1 else f"Each of {shown}"
+    text = ", ".join(names[:_MOST_LISTED])
+    rest_count = len(names) - _MOST_LISTED
+    if rest_count > 0:
+        text += f" and {rest_count} more"
+    return text if len(names) == 1 else f"Each of {text}"
 
 
 _MOST_LISTED = 3

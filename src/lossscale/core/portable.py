@@ -126,9 +126,9 @@ def from_portable(portable: Mapping[str, Any]) -> tuple[SavedPolicy, ScaleState]
     _check_format(portable)
     _check_keys("the object", portable, {"format", "policy", "state"})
     settings, values = portable["policy"], portable["state"]
-    for name, part in (("policy", settings), ("state", values)):
-        if not isinstance(part, Mapping):
-            message = f"'{name}' must be an object, got {format_value(part)}."
+    for name, entry in (("policy", settings), ("state", values)):
+        if not isinstance(entry, Mapping):
+            message = f"'{name}' must be an object, got {format_value(entry)}."
             raise StateError(message)
     kind = settings.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:

@@ -71,8 +71,8 @@ class Simulation:
 
     def scale_after(self, steps: npt.ArrayLike) -> Scales:
         """Return the scale after each of the given steps; 0 is the start."""
-        places = np.searchsorted(self.steps, np.asarray(steps), side="right") - 1
-        return self.scales[places]
+        indices = np.searchsorted(self.steps, np.asarray(steps), side="right") - 1
+        return self.scales[indices]
 
 
 WORTH_COMPILING = 2_000_000

@@ -85,9 +85,9 @@ def measure_tensors(tensors: Mapping[str, npt.ArrayLike]) -> TensorStatistics:
         names=list(arrays),
         sizes=[array.size for array in arrays.values()],
         amax=[_largest(array) for array in arrays.values()],
-        zeros=[_share(array == 0) for array in arrays.values()],
+        zeros=[_fraction(array == 0) for array in arrays.values()],
         subnormals=[
-            _share((array != 0) & (np.abs(array) < bound))
+            _fraction((array != 0) & (np.abs(array) < bound))
             for array, bound in zip(arrays.values(), bounds, strict=True)
         ],
         first_exponent=first,
@@ -116,7 +116,7 @@ def _largest(array: Array) -> float:
     return float(np.abs(array[np.isfinite(array)]).max(initial=0))
 
 
-def _share(flags: Array) -> float:
+def _fraction(flags: Array) -> float:
     return float(np.count_nonzero(flags) / max(1, flags.size))
 
 

@@ -82,7 +82,7 @@ def apply_or_skip(
 def _encode(findings: Findings, context: Any) -> Array:
     """Return findings as numbers that are added up: sums are all that is reduced.
 
-    A row of flags for each kind of reason; then a place for the largest magnitude of
+    A row of flags for each kind of reason; then an element for the largest magnitude of
     each replica, zero in the others.
     """
     import tensorflow as tf  # noqa: PLC0415  # of this backend alone

@@ -246,12 +246,12 @@ def all_finite(grads: Any) -> np.bool_:
 
 def all_finite_and_squarable(grads: Any) -> tuple[np.bool_, np.bool_]:
     """Return whether all numbers are finite, and whether their squares are too."""
-    tops = [  # NaN is the largest of all to NumPy
+    amaxes = [  # NaN is the largest of all to NumPy
         (np.abs(leaf).max(initial=0.0), largest_square(leaf.dtype.name))
         for _, leaf in trees.leaves(grads)
     ]
-    finite = all(np.isfinite(top) for top, _ in tops)
-    return np.bool_(finite), np.bool_(all(top <= bound for top, bound in tops))
+    finite = all(np.isfinite(amax) for amax, _ in amaxes)
+    return np.bool_(finite), np.bool_(all(amax <= bound for amax, bound in amaxes))
 
 
 def _measurements(

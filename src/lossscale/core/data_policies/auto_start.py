@@ -144,8 +144,8 @@ class AutoStart(RuleBased):
         fits = first / round_up_to_power(use, where)
         lowest = self.rule.settings.min_scale
         fits = where(fits >= lowest, fits, lowest)
-        top = validation.as_float32(self.largest)
-        is_explained = seen * state.overflowed > top
+        largest = validation.as_float32(self.largest)
+        is_explained = seen * state.overflowed > largest
         is_exhausted = state.overflowed * 2.0**-self.jump < self._lowest()
         raised = where(is_explained, fits, where(is_exhausted, fits, scale))
         found = where(fits <= scale, fits, raised)

@@ -16,7 +16,7 @@ LARGEST_OF = LARGEST | {"float8_e5m2": 57344.0, "float8_e4m3fn": 448.0}
 """The largest number of each format, by the frameworks' names."""
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where an operation is in the user's program."""
 
     module: str | None = None
@@ -47,7 +47,7 @@ class Node:
 
     index: int
     """Its position in the order of evaluation."""
-    place: Place
+    location: Location
     operation: str | None = None
     parents: "tuple[Node, ...]" = ()
     """What made its inputs."""
@@ -142,9 +142,9 @@ def make_finding(
         given: Any = "parameter" if node.is_parameter else "batch"
         return Finding(direction="given", role=given, **values)
     values |= {
-        "module": node.place.module,
-        "module_type": node.place.module_type,
-        "line": node.place.line,
+        "module": node.location.module,
+        "module_type": node.location.module_type,
+        "line": node.location.line,
         "operation": node.operation,
         "magnitude": node.magnitude,
         "largest": LARGEST_OF.get(node.dtype or ""),

@@ -24,9 +24,12 @@ def describe(seen: Explanation) -> str:
     own = " ".join(_sentences(seen))
     if seen.rank is None:
         return own
-    parts = {part.rank or 0: " ".join(_sentences(part)) for part in seen.others}
-    parts[seen.rank] = own
-    return "\n".join(f"Rank {rank}: {parts[rank]}" for rank in sorted(parts))
+    texts = {
+        explanation.rank or 0: " ".join(_sentences(explanation))
+        for explanation in seen.others
+    }
+    texts[seen.rank] = own
+    return "\n".join(f"Rank {rank}: {texts[rank]}" for rank in sorted(texts))
 
 
 def describe_finding(found: Finding) -> str:
@@ -59,8 +62,8 @@ def _advise_against(found: Finding) -> str:
     if found.origin == "overflow" and found.dtype == "float16":
         what = "weights" if found.role == "parameter" else "inputs"
         return (
-            f"Compute {_name_place(found)} in float32 or bfloat16, or make its {what} "
-            "smaller."
+            f"Compute {_name_location(found)} in float32 or bfloat16, or make its "
+            f"{what} smaller."
         )
     if found.node is not None and found.node.startswith("Sqrt"):
         return (
@@ -137,15 +140,15 @@ def _describe_tensor(found: Finding) -> str:
     elif found.tensor:
         text = f"{text} ({found.tensor})"
     if found.role == "batch" and found.module is not None:
-        return f"{text}, which {_name_place(found)} read first,"
+        return f"{text}, which {_name_location(found)} read first,"
     if found.role in ("batch", "loss", "parameter", "buffer"):
         return text
     if found.role == "input gradient" and found.module is None:
-        return f"the gradient that {_name_place(found)} passes to the model"
-    return f"{text} of {_name_place(found)}"
+        return f"the gradient that {_name_location(found)} passes to the model"
+    return f"{text} of {_name_location(found)}"
 
 
-def _name_place(found: Finding) -> str:
+def _name_location(found: Finding) -> str:
     """Return the name of a module and its class."""
     kind = found.module_type
     if found.module is None:

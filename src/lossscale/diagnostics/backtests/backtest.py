@@ -148,10 +148,10 @@ def _named(policies: Sequence[Policy] | Mapping[str, Policy]) -> dict[str, Polic
         named = {}
     wrong = [policy for policy in named.values() if not isinstance(policy, Policy)]
     if wrong or not named:
-        shown = format_value(wrong[0] if wrong else policies)
+        text = format_value(wrong[0] if wrong else policies)
         message = (
             "policies must be policies such as [lossscale.Dynamic()], in a list or by "
-            f"name; got {shown}."
+            f"name; got {text}."
         )
         raise SettingTypeError(message)
     return named

@@ -33,7 +33,7 @@ class Evidence(NamedTuple):
     early_limit: float
     """The largest scale at which all of the first finite steps probably are finite."""
     early_scale: float
-    """The lowest scale that the first finite steps carried."""
+    """The lowest scale of the first finite steps."""
     early_skips: int
     """How many steps overflowed before the first finite one."""
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Up to which scale each step of a record is finite: at most, probably, at least.
 
-Of every step the record has one point: at the scale that it carried it was finite, or
+Of every step the record has one point: at its own scale it was finite, or
 it was not. All three answers agree with that point, so that the recorded policy itself
 takes the recorded steps again, whatever is assumed. For other scales:
 
@@ -20,7 +20,7 @@ takes the recorded steps again, whatever is assumed. For other scales:
   the nearest overflow occurred, and at least up to its own. An overflow is probably
   finite at the scale of the next finite step.
 - No scale helps a step whose loss was not finite, nor one with NaN after which the next
-  finite step carried no lower scale, or none came. NaN of another kind is an overflow
+  finite step had no lower scale, or none came. NaN of another kind is an overflow
   (infinities that met) probably, and at least nothing that a scale helps.
 """
 
@@ -119,9 +119,9 @@ def fill_magnitudes(steps: RecordedSteps) -> Floats:
     if measured.size and missing.size:
         logs = np.log2(magnitudes[measured])
         next_one = np.searchsorted(measured, missing)
-        places = next_one[:, None] + np.arange(-_NEIGHBOURS, _NEIGHBOURS)
-        inside = (places >= 0) & (places < measured.size)
-        found = np.where(inside, logs[np.clip(places, 0, measured.size - 1)], 0.0)
+        positions = next_one[:, None] + np.arange(-_NEIGHBOURS, _NEIGHBOURS)
+        inside = (positions >= 0) & (positions < measured.size)
+        found = np.where(inside, logs[np.clip(positions, 0, measured.size - 1)], 0.0)
         magnitudes[missing] = np.exp2(found.sum(axis=1) / inside.sum(axis=1))
     return magnitudes
 
@@ -146,10 +146,10 @@ def _nearest_overflow(steps: RecordedSteps) -> Scales:
     if not found.size:
         return np.full(steps.size, steps.scales.max(initial=0.0), np.float32)
     below = next_scale(steps.scales[found], 0)
-    places = np.arange(steps.size)
-    after = np.clip(np.searchsorted(found, places), 0, found.size - 1)
+    positions = np.arange(steps.size)
+    after = np.clip(np.searchsorted(found, positions), 0, found.size - 1)
     before = np.clip(after - 1, 0, found.size - 1)
-    nearer = np.abs(found[before] - places) <= np.abs(found[after] - places)
+    nearer = np.abs(found[before] - positions) <= np.abs(found[after] - positions)
     return below[np.where(nearer, before, after)]
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lossscale.core.policies import Policy
 from lossscale.diagnostics.backtests.limits import StepLimits, find_step_limits
 from lossscale.diagnostics.backtests.steps import RecordedSteps
-from lossscale.diagnostics.backtests.underflow import LostShare, Sample
+from lossscale.diagnostics.backtests.underflow import LostFraction, Sample
 from lossscale.diagnostics.formats import FORMATS
 from lossscale.diagnostics.sequences import Scales, StepSequence
 from lossscale.diagnostics.simulation import Simulation, run_policy
@@ -65,15 +65,15 @@ class Outcome:
     final_scale: Estimate
     """The scale after the last step; of the run itself, that of the last step."""
     median_scale: Estimate
-    """The median of the scales that the steps carried."""
+    """The median of the scales of the steps."""
     headroom: float | None
     """The median of how many bits the largest gradient of a step was below the format's
     maximum; `None` without magnitudes."""
-    lost: LostShare | None
-    """The share of gradient values that became zero, the mean of the sampled steps;
+    lost: LostFraction | None
+    """The fraction of gradient values that became zero, the mean of the sampled steps;
     `None` without statistics."""
     scales: Scales
-    """The scale that each step of the record would probably have carried."""
+    """The probable scale of each step of the record."""
 
 
 class Material(NamedTuple):
@@ -145,21 +145,21 @@ def _estimate(values: Sequence[float]) -> Estimate:
 
 
 def _spread(result: Simulation, moving: npt.NDArray[np.intp], size: int) -> Scales:
-    """Return the scale that every step carried, those that were left out included."""
+    """Return the scale of every step, those that were left out included."""
     taken = np.searchsorted(moving, np.arange(size))
     return result.scale_after(taken)
 
 
 def _median_scale(result: Simulation) -> float:
-    """Return the median of the scales that steps carried: one of them."""
+    """Return the median of the scales of steps: one of them."""
     if not result.length:
         return float(result.scales[0])
     # Each scale lasts until the next change; the one after the last step was not used.
     lasted = np.diff(np.append(result.steps, result.length))
     order = np.argsort(result.scales)
     reached = np.cumsum(lasted[order])
-    place = np.searchsorted(reached, (result.length + 1) // 2)
-    return float(result.scales[order][place])
+    index = np.searchsorted(reached, (result.length + 1) // 2)
+    return float(result.scales[order][index])
 
 
 def _median_headroom(
@@ -173,13 +173,13 @@ def _median_headroom(
     return float(np.log2(FORMATS[material.dtype].largest) - np.median(stored))
 
 
-def _mean_lost(material: Material, scales: Scales) -> LostShare | None:
+def _mean_lost(material: Material, scales: Scales) -> LostFraction | None:
     numbers = material.steps.numbers
-    shares = []
+    fractions = []
     for sample in material.samples:
-        place = int(np.searchsorted(numbers, sample.step))
-        if place < numbers.size and numbers[place] == sample.step:
-            shares.append(sample.lost_at(float(scales[place])))
-    if not shares:
+        index = int(np.searchsorted(numbers, sample.step))
+        if index < numbers.size and numbers[index] == sample.step:
+            fractions.append(sample.lost_at(float(scales[index])))
+    if not fractions:
         return None
-    return LostShare(*np.mean(shares, axis=0).tolist())
+    return LostFraction(*np.mean(fractions, axis=0).tolist())

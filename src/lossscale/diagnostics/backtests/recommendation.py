@@ -156,8 +156,8 @@ def _find_decisive_alarm(run: RunFile, material: Material) -> Alarm | None:
     met: then a lower scale ended it.
     """
     for alarm in find_alarms(run):
-        place = int(np.searchsorted(material.steps.numbers, alarm.step))
-        hopeless = bool(material.limits.hopeless[place : place + 1].any())
+        index = int(np.searchsorted(material.steps.numbers, alarm.step))
+        hopeless = bool(material.limits.hopeless[index : index + 1].any())
         if alarm.kind != "back-offs" and (alarm.kind != "nan" or hopeless):
             return alarm
     return None
@@ -335,7 +335,7 @@ def _without_magnitudes(material: Material, seen: Evidence, run: RunFile) -> _Ch
     lowest = _power(seen.early_scale)
     count = min(EARLY, seen.finite)
     reasons = [
-        f"The first {count:,} finite steps carried {lowest} or more: start there."
+        f"The first {count:,} finite steps had scales of {lowest} or more: start there."
     ]
     reasons += _about_skips(seen)
     later = seen.skips - seen.early_skips

@@ -103,8 +103,8 @@ def make_json(found: Backtest, title: str) -> str:
 
 
 def _as_json(found: Backtest, outcome: Outcome) -> dict[str, Any]:
-    places = np.unique(np.linspace(0, found.steps.size - 1, _POINTS).round())
-    places = places.astype(np.int64)
+    indices = np.unique(np.linspace(0, found.steps.size - 1, _POINTS).round())
+    indices = indices.astype(np.int64)
     return {
         "policy": settings_of(outcome.policy),
         "skipped": outcome.skipped._asdict(),
@@ -115,8 +115,8 @@ def _as_json(found: Backtest, outcome: Outcome) -> dict[str, Any]:
         "median_scale": outcome.median_scale._asdict(),
         "final_scale": outcome.final_scale._asdict(),
         "trajectory": {
-            "steps": found.steps.numbers[places].tolist(),
-            "scales": outcome.scales[places].tolist(),
+            "steps": found.steps.numbers[indices].tolist(),
+            "scales": outcome.scales[indices].tolist(),
         },
     }
 

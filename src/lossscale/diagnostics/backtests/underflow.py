@@ -15,12 +15,12 @@ MOST_PARTS = 64
 """How many parts of a long run are searched for samples; each is of 4,096 steps."""
 
 
-class LostShare(NamedTuple):
+class LostFraction(NamedTuple):
     """The fraction of gradient values that became zero.
 
     Example:
-        >>> from lossscale.diagnostics import LostShare
-        >>> LostShare(known=0.01, most=0.05).most
+        >>> from lossscale.diagnostics import LostFraction
+        >>> LostFraction(known=0.01, most=0.05).most
         0.05
     """
 
@@ -37,20 +37,20 @@ class Sample(NamedTuple):
     step: int
     scale: float
     zeros: float
-    """The share of values that were stored as zero."""
+    """The fraction of values that were stored as zero."""
     distances: npt.NDArray[np.int64]
     """Powers of two by which some values must become smaller to round to zero."""
-    shares: npt.NDArray[np.float64]
-    """The share of the values for each of them."""
+    fractions: npt.NDArray[np.float64]
+    """The fraction of the values for each of them."""
 
-    def lost_at(self, scale: float) -> LostShare:
+    def lost_at(self, scale: float) -> LostFraction:
         """Return what becomes zero at a scale.
 
         Between two powers of two it is counted as if the scale were the lower one.
         """
         shift = int(np.floor(np.log2(scale) - np.log2(self.scale)))
-        known = float(self.shares[self.distances + shift <= 0].sum())
-        return LostShare(known, known + self.zeros)
+        known = float(self.fractions[self.distances + shift <= 0].sum())
+        return LostFraction(known, known + self.zeros)
 
 
 def read_samples(run: RunFile) -> list[Sample]:
@@ -81,9 +81,9 @@ def _condense(statistics: Statistics, smallest: dict[str, int]) -> Sample | None
     """
     total = zeros = 0.0
     counts: dict[int, int] = {}
-    for name, size, _, share, _, first, bins in statistics.tensors:
+    for name, size, _, fraction, _, first, bins in statistics.tensors:
         total += size
-        zeros += size * share
+        zeros += size * fraction
         # Half the smallest number rounds to zero, what is above that does not.
         vanished = smallest[name] - 2
         for exponent, count in _nonzero(first, bins):

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale.core.explanation.evaluated import Place
+from lossscale.core.explanation.evaluated import Location
 
 
 class LayerScopes:
@@ -22,8 +22,8 @@ class LayerScopes:
         """Prepare; nothing is replaced yet."""
         layers = model._flatten_layers(include_self=False)  # noqa: SLF001  # Keras's own
         self._layers = [layer for layer in layers if "call" not in vars(layer)]
-        self._stack: list[Place] = []
-        self.current = Place()
+        self._stack: list[Location] = []
+        self.current = Location()
         """Where the operation is that runs now."""
 
     def __enter__(self) -> "LayerScopes":  # noqa: PYI034  # Python 3.10 has no Self
@@ -38,7 +38,7 @@ class LayerScopes:
             del vars(layer)["call"]
 
     def _wrap(self, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-        own = Place(layer.path or layer.name, type(layer).__name__)
+        own = Location(layer.path or layer.name, type(layer).__name__)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             outer = self.current
@@ -51,7 +51,7 @@ class LayerScopes:
 
         return wrapped
 
-    def _mark(self, value: Any, within: Place, after: Place) -> Any:
+    def _mark(self, value: Any, within: Location, after: Location) -> Any:
         """Return a tensor whose gradient says where the backward pass is.
 
         Args:

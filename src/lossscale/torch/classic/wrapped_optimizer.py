@@ -16,7 +16,7 @@ from lossscale.torch import gradient as gradient_ops
 from lossscale.torch.inspection.headroom import class_with_step, find_bounds
 
 
-class Stepper:
+class WrappedOptimizer:
     """A `torch.optim.Optimizer` with `compute_gradients` and `apply_gradients`."""
 
     def __init__(self, optimizer: Any) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from lossscale.torch.inspection.groups import CarriedScale, GradientGroups
+from lossscale.torch.inspection.groups import GradientGroups, GradientScale
 from lossscale.torch.inspection.headroom import bounds_without_optimizer
 from lossscale.torch.inspection.request import InspectionRequest
 from lossscale.torch.inspection.summary import (
@@ -74,7 +74,7 @@ def multiply_grads_(grads: list[Tensor], factor: Tensor) -> None:
 def _check(grads: list[Tensor], scale: Tensor, request: InspectionRequest) -> Checked:
     groups = GradientGroups(grads, _kept_tables)
     groups.set_bounds(bounds_without_optimizer(grads))
-    summary, _ = groups.measure(grads, CarriedScale(scale), request)
+    summary, _ = groups.measure(grads, GradientScale(scale), request)
     buffer = summary.to_buffer()
     amaxes = buffer[HEADER:]
     if len(amaxes) < len(grads):

@@ -36,32 +36,32 @@ FoundInf = dict[torch.device, torch.Tensor]
 """torch's `found_inf_per_device`: 0.0 or 1.0 for each device."""
 
 
-class CarriedScale(NamedTuple):
-    """The scale that gradients carry: as it is, or as its inverse."""
+class GradientScale(NamedTuple):
+    """The scale by which gradients are multiplied, or its inverse."""
 
     scale: torch.Tensor | None
     inverse: torch.Tensor | None = None
 
     @property
-    def known(self) -> torch.Tensor:
-        """Whichever of the two is given."""
-        known = self.inverse if self.scale is None else self.scale
-        if known is None:
+    def tensor(self) -> torch.Tensor:
+        """The scale, or its inverse where only that is given."""
+        tensor = self.inverse if self.scale is None else self.scale
+        if tensor is None:
             message = "neither the scale nor its inverse is given"
             raise AssertionError(message)
-        return known
+        return tensor
 
     def both(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scale and its inverse."""
         if self.inverse is None:
-            return self.known, invert(self.known)
+            return self.tensor, invert(self.tensor)
         return invert(self.inverse) if self.scale is None else self.scale, self.inverse
 
     def on_host(self) -> tuple[float, float]:
         """Return both as Python numbers."""
-        number: float = self.known.item()
-        other = host.invert(number)
-        return (number, other) if self.inverse is None else (other, number)
+        number: float = self.tensor.item()
+        inverse = host.invert(number)
+        return (number, inverse) if self.inverse is None else (inverse, number)
 
 
 class Group(NamedTuple):
@@ -155,26 +155,26 @@ class GradientGroups:
     def measure(
         self,
         grads: list[torch.Tensor],
-        carried: CarriedScale,
+        gradient_scale: GradientScale,
         request: InspectionRequest,
     ) -> tuple[GradientSummary, FoundInf]:
         """Return the summary of all gradients, and the flag of each device.
 
         Args:
             grads: Gradients of the layout that these groups were made for.
-            carried: The scale that they carry.
+            gradient_scale: The scale that they were multiplied by.
             request: What to measure.
         """
         if self._reader is None:
-            buffers = self.measure_groups(grads, carried, request)
-            return self.merge(buffers, carried.known.device, request)
+            buffers = self.measure_groups(grads, gradient_scale, request)
+            return self.merge(buffers, gradient_scale.tensor.device, request)
         own = self._select(self.groups[0], grads)
-        return self._reader.measure(own, carried, request, self.bounds)
+        return self._reader.measure(own, gradient_scale, request, self.bounds)
 
     def measure_groups(
         self,
         grads: list[torch.Tensor],
-        carried: CarriedScale,
+        gradient_scale: GradientScale,
         request: InspectionRequest,
     ) -> list[torch.Tensor]:
         """Return the buffer of the summary of each group.
@@ -186,12 +186,14 @@ class GradientGroups:
         for group in self.groups:
             own = self._select(group, grads)
             if group.kernels is not None:
-                there = carried.known.to(group.device, non_blocking=True)
-                inverted = carried.scale is None
+                there = gradient_scale.tensor.to(group.device, non_blocking=True)
+                inverted = gradient_scale.scale is None
                 buffer = group.kernels.measure(own, there, part, inverted=inverted)
             else:
                 bounds = [self.bounds[index] for index in group.indices]
-                buffer = _measure_eagerly(own, group.device, carried, part, bounds)
+                buffer = _measure_eagerly(
+                    own, group.device, gradient_scale, part, bounds
+                )
             buffers.append(buffer)
         return buffers
 
@@ -303,19 +305,21 @@ def to_dense(grad: torch.Tensor) -> torch.Tensor:
 def _measure_eagerly(
     grads: list[torch.Tensor],
     device: torch.device,
-    carried: CarriedScale,
+    gradient_scale: GradientScale,
     request: InspectionRequest,
     bounds: list[float],
 ) -> torch.Tensor:
     """Return the buffer of a summary that torch's operations make."""
     if device.type == "cpu":
-        scale_and_inverse = carried.on_host()
+        scale_and_inverse = gradient_scale.on_host()
         layout = host.HostLayout(grads, bounds)
         numbers, amaxes, _ = host.measure(grads, *scale_and_inverse, request, layout)
         # A part says the magnitude of each tensor, so that the whole can.
         listed = amaxes or [0.0] * len(grads)
         return torch.tensor(numbers + listed, dtype=torch.float32, device="cpu")
-    scale, inverse = (number.to(device, non_blocking=True) for number in carried.both())
+    scale, inverse = (
+        number.to(device, non_blocking=True) for number in gradient_scale.both()
+    )
     return eager.measure_on_device(grads, scale, inverse, request, bounds)
 
 

@@ -18,7 +18,7 @@ from lossscale.torch.distributed.consensus import OVERFLOW, Findings, Number, Op
 from lossscale.torch.distributed.consensus import TOO_LARGE as TOO_LARGE_LEVEL
 from lossscale.torch.distributed.reduction_plan import ReductionPlan, Sharding
 from lossscale.torch.inspection import eager
-from lossscale.torch.inspection.groups import CarriedScale, FoundInf, GradientGroups
+from lossscale.torch.inspection.groups import FoundInf, GradientGroups, GradientScale
 from lossscale.torch.inspection.request import EPSILON, InspectionRequest
 from lossscale.torch.inspection.summary import (
     AMAX,
@@ -49,7 +49,7 @@ def measure_over_ranks(
     groups: GradientGroups | None,
     grads: list[torch.Tensor],
     plan: ReductionPlan,
-    carried: CarriedScale,
+    gradient_scale: GradientScale,
     request: InspectionRequest,
     context: RankContext,
 ) -> tuple[GradientSummary, FoundInf, Number]:
@@ -59,17 +59,17 @@ def measure_over_ranks(
         groups: The groups of this rank's gradients; `None` if it has none.
         grads: The gradients.
         plan: The ranks.
-        carried: The scale that the gradients carry.
+        gradient_scale: The scale of the gradients.
         request: What to measure.
         context: What else the ranks must share.
     """
-    device = carried.known.device
+    device = gradient_scale.tensor.device
     ops = consensus.ops_for(device)
     is_sharded = request.wants_norm and bool(plan.summing)
     if groups is None or is_sharded:
-        buffers = [_empty_buffer(carried)]
+        buffers = [_empty_buffer(gradient_scale)]
         if groups is not None:
-            buffers = groups.measure_groups(grads, carried, request.for_a_part())
+            buffers = groups.measure_groups(grads, gradient_scale, request.for_a_part())
         rows = [ops.numbers(buffer[:HEADER].to(device)) for buffer in buffers]
         findings = _reduce(groups, rows, plan, request, context, ops)
         totals = _total(findings, ops, device, has_norm=is_sharded)
@@ -80,7 +80,7 @@ def measure_over_ranks(
         else:
             summary, found_inf = groups.reorder(buffer)
     else:
-        summary, found_inf = groups.measure(grads, carried, request)
+        summary, found_inf = groups.measure(grads, gradient_scale, request)
         header = summary.numbers[:HEADER]
         row = ops.numbers(header) if isinstance(header, torch.Tensor) else header
         findings = _reduce(groups, [row], plan, request, context, ops)
@@ -283,9 +283,9 @@ def _level_of_norm(
     return ops.where(norm <= FLOAT32_MAX, level, zero + TOO_LARGE_LEVEL)
 
 
-def _empty_buffer(carried: CarriedScale) -> torch.Tensor:
+def _empty_buffer(gradient_scale: GradientScale) -> torch.Tensor:
     """Return the buffer of a summary of no gradients at all."""
-    scale, inverse = carried.both()
+    scale, inverse = gradient_scale.both()
     one = torch.ones_like(scale)
     zero = 0 * one
     return torch.stack([zero] * 4 + [scale, inverse, scale, one, zero, -one])

@@ -10,7 +10,7 @@ import torch
 from lossscale.core import validation
 from lossscale.core.validation import format_value
 from lossscale.errors import SettingError
-from lossscale.torch.inspection.groups import CarriedScale
+from lossscale.torch.inspection.groups import GradientScale
 from lossscale.torch.inspection.host import make_number
 from lossscale.torch.inspection.inspector import Inspection
 from lossscale.torch.inspection.ranked import measure_over_ranks
@@ -238,7 +238,7 @@ def _clip_over_ranks(
         check_headroom=False,
     )
     summary, found_inf, _ = measure_over_ranks(
-        groups, grads, plan, CarriedScale(one), request, live.for_ranks()
+        groups, grads, plan, GradientScale(one), request, live.for_ranks()
     )
     inspection = Inspection(summary, found_inf, collected)
     norm = inspection.summary.slot(NORM)

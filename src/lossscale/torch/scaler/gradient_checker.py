@@ -13,9 +13,9 @@ import torch
 
 from lossscale.torch.distributed.consensus import Number
 from lossscale.torch.inspection.groups import (
-    CarriedScale,
     FoundInf,
     GradientGroups,
+    GradientScale,
     any_flag,
     invert,
     make_flag,
@@ -78,7 +78,7 @@ class GradientChecker:
         self._sampler = sampler
         self._measures_more = options.measure_norm or options.measure_amax
         self.inspector = GradientInspector(options.rank_groups)
-        self._carried = CarriedScale(None)
+        self._gradient_scale = GradientScale(None)
         """The scaler's own scale."""
 
     def check(
@@ -126,7 +126,7 @@ class GradientChecker:
             inspection, loss = self.inspector.inspect(
                 optimizer,
                 collected,
-                self._carried_by(live.scale, inverse),
+                self._gradient_scale_from(live.scale, inverse),
                 request,
                 live.for_ranks,
             )
@@ -139,20 +139,20 @@ class GradientChecker:
             step.record(inspection.summary)
         return inspection.found_inf, inspection
 
-    def _carried_by(
+    def _gradient_scale_from(
         self, scale: torch.Tensor | None, inverse: torch.Tensor | None
-    ) -> CarriedScale:
-        """Return the scale that gradients carry: the scaler's, unless one is given."""
+    ) -> GradientScale:
+        """Return the scale of gradients: the scaler's, unless one is given."""
         if inverse is not None:
-            return CarriedScale(None, inverse)
-        if self._carried.scale is not scale:
-            self._carried = CarriedScale(scale)
-        return self._carried
+            return GradientScale(None, inverse)
+        if self._gradient_scale.scale is not scale:
+            self._gradient_scale = GradientScale(scale)
+        return self._gradient_scale
 
     def sample(
         self, optimizer: torch.optim.Optimizer, collected: Collected, live: LiveState
     ) -> None:
-        """Take the statistics of gradients that carry the scale, if they are wanted."""
+        """Take the statistics of scaled gradients, if they are wanted."""
         if self._sampler.is_due():
             name_of = self._options.names.name_of
             self._sampler.sample(live.iteration, optimizer, collected, name_of)

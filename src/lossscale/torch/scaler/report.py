@@ -114,7 +114,7 @@ class StepReport:
 
     @property
     def scale(self) -> float:
-        """The scale that the gradients carried."""
+        """The scale of the gradients."""
         return self._on_host()[0].scale
 
     @property

@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 
-from lossscale.core.explanation.evaluated import Place
+from lossscale.core.explanation.evaluated import Location
 
 
-def find_place(source_info: Any, outer: Place) -> Place:
+def find_location(source_info: Any, outer: Location) -> Location:
     """Return where an equation is.
 
     Args:
@@ -30,7 +30,7 @@ def find_place(source_info: Any, outer: Place) -> Place:
     line = outer.line if own is None else f"{Path(own.file_name).name}:{own.line_num}"
     kind = next(filter(None, map(_find_class, frames)), outer.module_type)
     # Without scopes the class is all that is known of the layer.
-    return Place(module, kind, line) if module else Place(kind, None, line)
+    return Location(module, kind, line) if module else Location(kind, None, line)
 
 
 def _join(outer: str | None, path: str) -> str | None:
