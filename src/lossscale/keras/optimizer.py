@@ -493,7 +493,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         too_large = ops.logical_not(ops.logical_or(applied, overflow))
         signal = Signal(applied, too_large=too_large)
         if findings.amax is not None:
-            # Of the gradients as they came; unscaling a power of two is exact.
+            # Of the scaled gradients; unscaling a power of two is exact.
             signal = signal._replace(amax=limit(findings.amax * state.scale))
         self.skip_reasons.assign(self._reasons_of_all(reasons, variables))
         new_state = advance(self.policy, state, signal, where=where)

@@ -207,8 +207,10 @@ def select(finite: Any, new: Any, old: Any) -> Any:
         return new if applied else old
     chosen = flag(finite)
     trees.check_same_structure(new, old)
-    others = dict(trees.leaves(old))
-    return map_leaves(lambda path, leaf: _choose(path, chosen, leaf, others[path]), new)
+    old_leaves = dict(trees.leaves(old))
+    return map_leaves(
+        lambda path, leaf: _choose(path, chosen, leaf, old_leaves[path]), new
+    )
 
 
 def divide(grads: Any, loss_scale: Any) -> Any:

@@ -72,10 +72,10 @@ class StateVariables:
 def check_keys(saved: Any, expected: Mapping[str, Any]) -> None:
     """Raise unless a saved state has exactly the expected keys."""
     if not isinstance(saved, Mapping) or set(saved) != set(expected):
-        given = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved)
+        keys = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved)
         message = (
             f"A saved state with the keys {sorted(expected)} was expected, got "
-            f"{given}. Nothing was loaded."
+            f"{keys}. Nothing was loaded."
         )
         raise StateError(message)
 

@@ -129,9 +129,9 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
             with torch.enable_grad():
                 loss = closure()
         parameters = [
-            one for one, _ in wrapped_optimizer.groups() if one.grad is not None
+            param for param, _ in wrapped_optimizer.groups() if param.grad is not None
         ]
-        scaled = [one.grad.detach() for one in parameters]
+        scaled = [param.grad.detach() for param in parameters]
         unscaled = self._binding.unscale(scaled, self._current())
         applied = self._apply(wrapped_optimizer, zip(unscaled, parameters, strict=True))
         if applied is None:

@@ -61,7 +61,7 @@ def check_grads(grads: list[Tensor], scale: Tensor, max_norm: float | None) -> C
 
 @torch.library.custom_op("lossscale::unscale_grads_", mutates_args=("grads",))
 def unscale_grads_(grads: list[Tensor], scale: Tensor) -> Checked:
-    """Unscale gradients in place; return the check of them as they came."""
+    """Unscale gradients in place; return the check of the scaled ones."""
     return _check(grads, scale, InspectionRequest(unscale_in_place=True))
 
 
@@ -102,5 +102,5 @@ def _(grads: list[Tensor], factor: Tensor) -> None:
 
 
 def _fake(grads: list[Tensor], scale: Tensor) -> Checked:
-    one, two, three, four = (scale.new_empty(()) for _ in range(4))
-    return one, two, three, four, scale.new_empty(len(grads))
+    first, second, third, fourth = (scale.new_empty(()) for _ in range(4))
+    return first, second, third, fourth, scale.new_empty(len(grads))

@@ -91,7 +91,7 @@ class GradientGroups:
         Args:
             grads: The gradients; of DTensors, the shards of this rank.
             kept_tables: Where to keep the tables that a CUDA graph will read.
-            shardings: The sharding of each of them, if other ranks have parts of them.
+            shardings: The sharding of each of them, if other ranks have shards of them.
         """
         self.layout = layout_of(grads)
         self.count = len(grads)
@@ -127,8 +127,8 @@ class GradientGroups:
         for (device, readable, sharding), members in indices.items():
             kernels = None
             if readable:
-                own = [self.bounds[index] for index in members]
-                kernels = kernel_backend.make_kernels(kept_tables, own)
+                bounds = [self.bounds[index] for index in members]
+                kernels = kernel_backend.make_kernels(kept_tables, bounds)
             is_dense = all(_is_dense(grads[index]) for index in members)
             self.groups.append(Group(device, members, kernels, is_dense, sharding))
         self.is_single = len(self.groups) == 1
@@ -168,8 +168,8 @@ class GradientGroups:
         if self._reader is None:
             buffers = self.measure_groups(grads, gradient_scale, request)
             return self.merge(buffers, gradient_scale.tensor.device, request)
-        own = self._select(self.groups[0], grads)
-        return self._reader.measure(own, gradient_scale, request, self.bounds)
+        group_grads = self._select(self.groups[0], grads)
+        return self._reader.measure(group_grads, gradient_scale, request, self.bounds)
 
     def measure_groups(
         self,
@@ -181,18 +181,20 @@ class GradientGroups:
 
         If there are several, nothing is clipped yet: that takes the norm of all.
         """
-        part = request if self.is_single else request.for_a_part()
+        group_request = request if self.is_single else request.for_group()
         buffers = []
         for group in self.groups:
-            own = self._select(group, grads)
+            group_grads = self._select(group, grads)
             if group.kernels is not None:
-                there = gradient_scale.tensor.to(group.device, non_blocking=True)
+                number = gradient_scale.tensor.to(group.device, non_blocking=True)
                 inverted = gradient_scale.scale is None
-                buffer = group.kernels.measure(own, there, part, inverted=inverted)
+                buffer = group.kernels.measure(
+                    group_grads, number, group_request, inverted=inverted
+                )
             else:
                 bounds = [self.bounds[index] for index in group.indices]
                 buffer = _measure_eagerly(
-                    own, group.device, gradient_scale, part, bounds
+                    group_grads, group.device, gradient_scale, group_request, bounds
                 )
             buffers.append(buffer)
         return buffers
@@ -248,20 +250,24 @@ class GradientGroups:
             self._reader.multiply_(self._select(self.groups[0], grads), factor)
             return
         for group in self.groups:
-            own = self._select(group, grads)
+            group_grads = self._select(group, grads)
             if isinstance(factor, float):
-                eager.multiply_(own, factor)
+                eager.multiply_(group_grads, factor)
                 continue
-            there = factor.to(group.device, non_blocking=True)
+            number = factor.to(group.device, non_blocking=True)
             if group.kernels is not None:
-                group.kernels.multiply_(own, there)
+                group.kernels.multiply_(group_grads, number)
             else:
-                eager.multiply_(own, there)
+                eager.multiply_(group_grads, number)
 
     def _select(self, group: Group, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the elements of a group's gradients, as dense tensors."""
-        own = grads if self.is_single else [grads[index] for index in group.indices]
-        return own if group.is_dense else [to_dense(grad) for grad in own]
+        group_grads = (
+            grads if self.is_single else [grads[index] for index in group.indices]
+        )
+        return (
+            group_grads if group.is_dense else [to_dense(grad) for grad in group_grads]
+        )
 
 
 def make_flag(value: float, device: torch.device) -> torch.Tensor:
@@ -314,9 +320,9 @@ def _measure_eagerly(
         scale_and_inverse = gradient_scale.on_host()
         layout = host.HostLayout(grads, bounds)
         numbers, amaxes, _ = host.measure(grads, *scale_and_inverse, request, layout)
-        # A part says the magnitude of each tensor, so that the whole can.
-        listed = amaxes or [0.0] * len(grads)
-        return torch.tensor(numbers + listed, dtype=torch.float32, device="cpu")
+        # The summary of all groups needs the magnitude of each tensor.
+        values = amaxes or [0.0] * len(grads)
+        return torch.tensor(numbers + values, dtype=torch.float32, device="cpu")
     scale, inverse = (
         number.to(device, non_blocking=True) for number in gradient_scale.both()
     )

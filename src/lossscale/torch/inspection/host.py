@@ -111,7 +111,7 @@ class HostLayout:
         elif len(rows) == 1:
             copy = torch.cat(grads)
         else:
-            copy = flatten([torch.cat([grads[index] for index in own]) for own in rows])
+            copy = flatten([torch.cat([grads[index] for index in row]) for row in rows])
         # float32 numbers have finite squares in float64.
         norm: float = torch.linalg.vector_norm(copy, dtype=torch.float64).item()
         if math.isfinite(norm):

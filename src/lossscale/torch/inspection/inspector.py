@@ -78,13 +78,13 @@ class GradientInspector:
         plan, shardings = None, None
         # A DTensor has a mesh, and a mesh has process groups.
         if self.rank_groups.deciding or _has_process_groups():
-            found = self._find_plan(optimizer)
-            if found is not None and (found.groups or found.has_dtensors):
+            new_plan = self._find_plan(optimizer)
+            if new_plan is not None and (new_plan.groups or new_plan.has_dtensors):
                 params = params_of(optimizer)
                 redistribute_grads(params)
-                if found.groups:  # none on a mesh of one rank
-                    plan, shardings = found, found.shardings_of_grads(params)
-            has_shards = found is not None and found.has_dtensors
+                if new_plan.groups:  # none on a mesh of one rank
+                    plan, shardings = new_plan, new_plan.shardings_of_grads(params)
+            has_shards = new_plan is not None and new_plan.has_dtensors
         else:
             has_shards = False
         grads = [

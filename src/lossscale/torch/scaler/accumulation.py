@@ -78,8 +78,8 @@ class GradientAccumulator:
         self._finite_batches += is_finite
         self._overflowed = torch.maximum(self._overflowed, overflowed)
         if of_ranks:
-            known = self._of_ranks or of_ranks
-            self._of_ranks = list(map(torch.maximum, known, of_ranks))
+            old_flags = self._of_ranks or of_ranks
+            self._of_ranks = list(map(torch.maximum, old_flags, of_ranks))
         if amaxes is None:
             return
         params = params_of(self._optimizer)
@@ -220,7 +220,7 @@ def finish(
 ) -> FoundInf:
     """Put the sums into the gradients and check them: a sum may overflow as well."""
     step.accumulator = None
-    one = torch.ones((), dtype=torch.float32, device=live.tensor.device)
+    unit = torch.ones((), dtype=torch.float32, device=live.tensor.device)
     try:
         accumulator.restore_grads()
         found_inf, inspection = checker.check(
@@ -229,7 +229,7 @@ def finish(
             InspectionRequest(measure_amax=True),
             live,
             allow_fp16=True,
-            inverse=one,
+            inverse=unit,
         )
         raise_flags(found_inf, accumulator.none_finite)
         if inspection is not None:

@@ -164,8 +164,8 @@ class GradientChecker:
         plan = self.inspector.plan_for(optimizer)
         if plan is None:
             return found_inf
-        own = any_flag(list(found_inf.values()), live.tensor.device)
-        (skips, *_), loss = reduce_flags(plan, own, None, live.for_ranks())
+        local_flag = any_flag(list(found_inf.values()), live.tensor.device)
+        (skips, *_), loss = reduce_flags(plan, local_flag, None, live.for_ranks())
         keep_loss_of_ranks(loss, live)
         for flag in found_inf.values():
             flag.copy_(skips.expand_as(flag))
@@ -243,14 +243,14 @@ class GradientChecker:
             param for group in optimizer.param_groups for param in group["params"]
         ]
         with_grad = [i for i, param in enumerate(params) if param.grad is not None]
-        listed = [
+        names = [
             self._options.names.name_of(optimizer, with_grad[index])
             for index in half_indices[:6]
         ]
-        more = len(half_indices) - len(listed)
+        more = len(half_indices) - len(names)
         message = (
             "Attempting to unscale FP16 gradients. The gradients of "
-            f"{', '.join(listed)}{f' and {more} more' if more else ''} are float16. "
+            f"{', '.join(names)}{f' and {more} more' if more else ''} are float16. "
             "Either keep the parameters in float32 and run the forward pass under "
             "torch.autocast, or step them by lossscale.torch.optim with "
             "master_weights=True, or, to unscale them in float16 all the same, write "
@@ -275,7 +275,7 @@ def keep_loss_of_ranks(loss: Number, live: LiveState) -> None:
         )
 
 
-def raise_flags(found_inf: FoundInf, other: torch.Tensor) -> None:
+def raise_flags(found_inf: FoundInf, common_flag: torch.Tensor) -> None:
     """Set every flag that another one implies."""
     for flag in found_inf.values():
-        torch.maximum(flag, other.to(flag.device), out=flag)
+        torch.maximum(flag, common_flag.to(flag.device), out=flag)

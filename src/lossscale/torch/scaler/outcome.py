@@ -83,7 +83,7 @@ def host_outcome(
     loss = iteration.loss_nonfinite
     if iteration.micro_batches:
         overflowed = overflowed or any(
-            bool(one.overflowed) for one in iteration.micro_batches
+            bool(batch.overflowed) for batch in iteration.micro_batches
         )
         loss = _loss_that_holds(iteration, device)
     return HostOutcome(
@@ -113,8 +113,10 @@ def device_outcome(
         flags = first.header_on(device) if summary is None else summary
         skipped_at, too_large_at = FOUND_INF, TOO_LARGE
     else:
-        skipped = any_flag([one.summary.slot(FOUND_INF) for one in outcomes], device)
-        overflowed = [one.summary.overflowed() for one in outcomes]
+        skipped = any_flag(
+            [outcome.summary.slot(FOUND_INF) for outcome in outcomes], device
+        )
+        overflowed = [outcome.summary.overflowed() for outcome in outcomes]
         found_inf = any_flag([*overflowed, *micro_batches], device)
         flags = torch.stack([found_inf, skipped, skipped * (1.0 - found_inf)])
         skipped_at, too_large_at = 1, 2
@@ -126,7 +128,7 @@ def find_measurements(
     outcomes: list[OptimizerOutcome], update: ScaleUpdate, device: torch.device
 ) -> torch.Tensor | None:
     """Return one summary of all optimizers; `None` if the policy reads flags alone."""
-    summaries = [one.summary for one in outcomes]
+    summaries = [outcome.summary for outcome in outcomes]
     if update.is_builtin or not all(summary.is_measured for summary in summaries):
         return None
     buffers = [summary.to_buffer() for summary in summaries]
@@ -141,7 +143,7 @@ def skip_together(steps: list[OptimizerStep], device: torch.device) -> None:
     skipped = any_flag(flags, device)
     summaries = [step.summary for step in steps if step.summary is not None]
     if len(summaries) == len(steps):  # else a subclass has checked by itself
-        overflowed = any_flag([one.overflowed() for one in summaries], device)
+        overflowed = any_flag([summary.overflowed() for summary in summaries], device)
         for summary in summaries:
             summary.set_too_large(skipped * (1.0 - overflowed))
     for flag in flags:
