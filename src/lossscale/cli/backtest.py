@@ -9,7 +9,7 @@ import click
 from lossscale.cli.choices import Choice
 from lossscale.cli.output import (
     in_percent,
-    kept_warnings,
+    defer_warnings,
     number,
     print_table,
     progress,
@@ -66,7 +66,7 @@ def backtest(
         output = Path("backtest.html")
         check_output(output, (run,))
     policies: dict[str, Policy] = {text: parse_policy(text) for text in texts}
-    with kept_warnings():
+    with defer_warnings():
         read, found = _run(run, policies)
         text = _write(form, read, found)
     if output is not None:

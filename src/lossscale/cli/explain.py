@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from lossscale.cli.choices import Choice
-from lossscale.cli.output import kept_warnings, print_json, print_notes, progress
+from lossscale.cli.output import defer_warnings, print_json, print_notes, progress
 from lossscale.errors import LossScaleError
 
 
@@ -37,7 +37,7 @@ def explain(run: Path, step: int | None, chosen: str) -> None:
     """
     from lossscale.diagnostics import explain_run
 
-    with _as_file(run) as path, kept_warnings(), progress("reading", 100) as advance:
+    with _as_file(run) as path, defer_warnings(), progress("reading", 100) as advance:
         done = 0
 
         def on_progress(position: int, size: int) -> None:

@@ -81,7 +81,7 @@ def warn(note: str) -> None:
 
 
 @contextmanager
-def kept_warnings() -> Iterator[None]:
+def defer_warnings() -> Iterator[None]:
     """Print warnings as remarks on stderr, at the end."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -9,7 +9,7 @@ import click
 from lossscale.cli.choices import Choice
 from lossscale.cli.output import (
     in_percent,
-    kept_warnings,
+    defer_warnings,
     print_json,
     print_notes,
     progress,
@@ -36,7 +36,7 @@ def recommend(run: Path, chosen: str) -> None:
     RUN is a file that lossscale.diagnostics.Recorder wrote. Every reason is something
     that was seen in it.
     """
-    with kept_warnings():
+    with defer_warnings():
         read, found = _run(run)
     if chosen == "json":
         from lossscale.diagnostics.backtests.tables import recommendation_as_json

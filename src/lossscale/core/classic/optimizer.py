@@ -92,7 +92,7 @@ class LossScaleOptimizer:
             **keywords: Anything else that the wrapped optimizer takes.
         """
         scale = self._current()
-        scaled = self._scaled(loss, scale)
+        scaled = self._scale_loss(loss, scale)
         pairs = self._optimizer.compute_gradients(
             scaled, var_list, *arguments, **keywords
         )
@@ -228,7 +228,7 @@ class LossScaleOptimizer:
     def _skip(self, *arguments: Any, **keywords: Any) -> Any:
         """Do what a skipped step does in place of applying: nothing."""
 
-    def _scaled(self, loss: Any, scale: Array) -> Any:
+    def _scale_loss(self, loss: Any, scale: Array) -> Any:
         """Return a loss, or a callable that returns one, times the scale."""
         if callable(loss):
             return lambda: self._binding.scale_loss(loss(), scale)

@@ -38,18 +38,22 @@ class LayerScopes:
             del vars(layer)["call"]
 
     def _wrap(self, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-        own = Location(layer.path or layer.name, type(layer).__name__)
+        location = Location(layer.path or layer.name, type(layer).__name__)
 
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def call_in_scope(*args: Any, **kwargs: Any) -> Any:
             outer = self.current
-            self.current = own
-            args = keras.tree.map_structure(lambda x: self._mark(x, own, outer), args)
+            self.current = location
+            args = keras.tree.map_structure(
+                lambda x: self._mark(x, location, outer), args
+            )
             result = call(*args, **kwargs)
-            result = keras.tree.map_structure(lambda x: self._mark(x, own, own), result)
+            result = keras.tree.map_structure(
+                lambda x: self._mark(x, location, location), result
+            )
             self.current = outer
             return result
 
-        return wrapped
+        return call_in_scope
 
     def _mark(self, value: Any, within: Location, after: Location) -> Any:
         """Return a tensor whose gradient says where the backward pass is.

@@ -36,23 +36,25 @@ def explain(
 
     def run(scale: Any, leaves: list[Any]) -> tuple[Any, Any]:
         trainable = leaves[: counts[0]]
-        others = leaves[counts[0] : counts[0] + counts[1]]
+        non_trainable = leaves[counts[0] : counts[0] + counts[1]]
         metrics = leaves[counts[0] + counts[1] : sum(counts)]
         x, y, sample_weight = jax.tree.unflatten(structure, leaves[sum(counts) :])
 
-        def scaled(trainable: list[Any]) -> tuple[Any, Any]:
+        def compute_scaled_loss(trainable: list[Any]) -> tuple[Any, Any]:
             loss, _ = model.compute_loss_and_updates(
-                *(trainable, others, metrics, x, y, sample_weight),
+                *(trainable, non_trainable, metrics, x, y, sample_weight),
                 training=True,
                 # Without an optimizer's variables the loss is not scaled, so that it is
                 # scaled here, by a scale that can be lowered.
                 optimizer_variables=None,
             )
-            wide = loss if loss.dtype == np.float64 else loss.astype(np.float32)
-            return wide * scale.astype(wide.dtype), loss
+            upcast_loss = loss if loss.dtype == np.float64 else loss.astype(np.float32)
+            return upcast_loss * scale.astype(upcast_loss.dtype), loss
 
         with _WithoutOptimizer(model):
-            (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(trainable)
+            (_, loss), grads = jax.value_and_grad(compute_scaled_loss, has_aux=True)(
+                trainable
+            )
         return loss, grads
 
     flags = [index < counts[0] for index in range(len(names))]

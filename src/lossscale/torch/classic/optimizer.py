@@ -103,7 +103,7 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
             loss: A tensor.
             **keywords: What `torch.Tensor.backward` takes.
         """
-        self._scaled(loss, self._current()).backward(**keywords)
+        self._scale_loss(loss, self._current()).backward(**keywords)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscale every `.grad`, take a step if all are finite, and move the scale.

@@ -42,7 +42,9 @@ def collect_outcomes(
     """
     if not flagged:  # a step without gradients counts as finite
         flag = make_flag(0.0, scale.device)
-        return [OptimizerOutcome(_unknown, GradientSummary.of_flag(flag, scale))]
+        return [
+            OptimizerOutcome(_return_no_optimizer, GradientSummary.of_flag(flag, scale))
+        ]
     outcomes = []
     for state in flagged:
         flags = list(state["found_inf_per_device"].values())
@@ -52,7 +54,7 @@ def collect_outcomes(
         if step is None or step.summary is None:
             # An optimizer or a subclass has recorded the flag by itself.
             summary = GradientSummary.of_flag(flag.reshape(()), scale)
-            outcomes.append(OptimizerOutcome(_unknown, summary, stepped))
+            outcomes.append(OptimizerOutcome(_return_no_optimizer, summary, stepped))
         else:
             numbers = step.summary.numbers
             if isinstance(numbers, list):
@@ -63,7 +65,7 @@ def collect_outcomes(
     return outcomes
 
 
-def _unknown() -> None:
+def _return_no_optimizer() -> None:
     """Return no optimizer: which one recorded the flag is not known."""
     return
 
