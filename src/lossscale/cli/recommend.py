@@ -8,8 +8,8 @@ import click
 
 from lossscale.cli.choices import Choice
 from lossscale.cli.output import (
-    in_percent,
     defer_warnings,
+    in_percent,
     print_json,
     print_notes,
     progress,

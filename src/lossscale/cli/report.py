@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from lossscale.cli.choices import Choice
-from lossscale.cli.output import in_percent, defer_warnings, progress
+from lossscale.cli.output import defer_warnings, in_percent, progress
 from lossscale.core.portable import write_atomically
 
 _FORMATS = ("html", "md", "json")

@@ -215,7 +215,9 @@ class _PartitionedTree:
     def merge(self, floats: list[Any]) -> PyTree:
         """Return the tree with other differentiable leaves."""
         pairs = zip(floats, self._others, strict=True)
-        return self.unflatten([other if new is None else new for new, other in pairs])
+        return self.unflatten(
+            [constant if new is None else new for new, constant in pairs]
+        )
 
     def unflatten(self, leaves: list[Any]) -> PyTree:
         """Return a tree of the same structure."""

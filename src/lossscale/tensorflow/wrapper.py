@@ -193,12 +193,12 @@ class OptimizerWrapper(classic.LossScaleOptimizer):
             pairs, **{key: value for key, value in options.items() if value is not None}
         )
 
-    def _find_scale(self, given: Any) -> Any:
+    def _find_scale(self, loss_scale: Any) -> Any:
         """Return the scale that was given, or that a policy means."""
-        is_instance = not isinstance(given, (type, classic.LossScale))
-        if is_instance and isinstance(given, Policy):
-            return PolicyLossScale(given)
-        return super()._find_scale(given)
+        is_instance = not isinstance(loss_scale, (type, classic.LossScale))
+        if is_instance and isinstance(loss_scale, Policy):
+            return PolicyLossScale(loss_scale)
+        return super()._find_scale(loss_scale)
 
     def _check_optimizer(self, opt: Any) -> None:
         wrapped_optimizer.check_optimizer(opt)

@@ -89,8 +89,8 @@ class Headroom(RuleBased):
             after = state._replace(**ruled._asdict())
             return self.keep_if_loss_nonfinite(state, after, signal, where)
         limit = validation.as_float32(self.largest * 2.0**-self.margin)
-        seen = observe_magnitude(signal, state.scale, limit / ruled.scale, where)
-        peak = where(seen > state.peak, seen, state.peak)
+        magnitude = observe_magnitude(signal, state.scale, limit / ruled.scale, where)
+        peak = where(magnitude > state.peak, magnitude, state.peak)
         amax = where(peak > state.last_peak, peak, state.last_peak)
         age = state.age + 1.0
         full = age >= self.window

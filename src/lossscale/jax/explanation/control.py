@@ -48,8 +48,8 @@ def _run_scan(
     order = range(length - 1, -1, -1) if params["reverse"] else range(length)
     collected: dict[int, list[Value]] = {}
     for index in order:
-        taken = [_take_row(value, index) for value in rows]
-        results = evaluation.run_closed(body, [*consts, *carry, *taken], location)
+        row_values = [_take_row(value, index) for value in rows]
+        results = evaluation.run_closed(body, [*consts, *carry, *row_values], location)
         carry = results[: params["num_carry"]]
         collected[index] = results[params["num_carry"] :]
     stacked = [

@@ -57,20 +57,20 @@ class Evaluation:
         outer: Location,
     ) -> list[Value]:
         """Return the results of a jaxpr."""
-        known: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
-        known.update(zip(jaxpr.invars, inputs, strict=True))
+        values: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values.update(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom: Any) -> Value:
             if isinstance(atom, jex_core.Literal):
                 return Value(atom.val, None, kind_of(atom.val))
-            return known[atom]
+            return values[atom]
 
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in _SILENT:
                 continue
             location = find_location(eqn.source_info, outer)
             results = self._run_equation(eqn, [read(v) for v in eqn.invars], location)
-            known.update(zip(eqn.outvars, results, strict=True))
+            values.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def run_closed(
@@ -90,13 +90,15 @@ class Evaluation:
         if inner is not None:
             return self.run_closed(inner, inputs, location)
         arrays = [value.array for value in inputs]
-        found = eqn.primitive.get_bind_params(eqn.params)
+        bind_params = eqn.primitive.get_bind_params(eqn.params)
         # Before JAX 0.10, functions were not among the other parameters.
-        functions, params = found if isinstance(found, tuple) else ((), found)
+        functions, params = (
+            bind_params if isinstance(bind_params, tuple) else ((), bind_params)
+        )
         with eqn.ctx.manager:
             results = eqn.primitive.bind(*functions, *arrays, **params)
-        listed = results if eqn.primitive.multiple_results else [results]
-        return [self._keep(eqn, array, inputs, location) for array in listed]
+        arrays_out = results if eqn.primitive.multiple_results else [results]
+        return [self._keep(eqn, array, inputs, location) for array in arrays_out]
 
     def _keep(
         self, eqn: Any, array: jax.Array, inputs: list[Value], location: Location
@@ -115,14 +117,14 @@ def _find_origin(
     eqn: Any, inputs: list[Value], kind: Kind
 ) -> tuple[Origin | None, float | None]:
     """Return what an equation did, if its result is worse than what it read."""
-    given = [value.kind for value in inputs if value.kind is not None]
+    kinds = [value.kind for value in inputs if value.kind is not None]
     name = eqn.primitive.name
-    if not given:
+    if not kinds:
         arrays = [value.array for value in inputs]
-        wide = measure_wide(eqn, arrays)
-        return find_origin(name, inputs, kind, wide=wide), wide
+        magnitude = measure_wide(eqn, arrays)
+        return find_origin(name, inputs, kind, magnitude=magnitude), magnitude
     if all(value.node is None for value in inputs if value.kind is not None):
         return "constant", None
-    if kind.nan and not any(one.nan for one in given):
+    if kind.nan and not any(input_kind.nan for input_kind in kinds):
         return find_origin_of_nan(name, inputs), None
     return None, None

@@ -135,8 +135,10 @@ def explain_program(
         jax.tree_util.keystr(path)
         for path, _ in jax.tree_util.tree_flatten_with_path(shapes[1])[0]
     ]
-    named = zip(gradient_names or paths, results[count:], strict=True)
-    gradients = {name: value.node for name, value in named if value.node is not None}
+    named_values = zip(gradient_names or paths, results[count:], strict=True)
+    gradients = {
+        name: value.node for name, value in named_values if value.node is not None
+    }
     mark_forward(loss.node)
     return _explain_results(scale, loss, gradients, jax.jit(run), leaves)
 
@@ -156,12 +158,12 @@ def _explain_results(
     notes: tuple[str, ...] = ()
     if finite != compiled_finite:
         notes = (_COMPILED_ONLY if finite else _INTERPRETED_ONLY,)
-    found = find_causes(bad)
-    first, first_nan = (make_finding(node, loss.node, gradients) for node in found)
+    causes = find_causes(bad)
+    first, first_nan = (make_finding(node, loss.node, gradients) for node in causes)
     last_good, first_bad = find_bracket(gradients)
     trials = []
-    given = first is not None and first.direction == "given"
-    if bad and loss.kind is None and not given:
+    is_input = first is not None and first.direction == "given"
+    if bad and loss.kind is None and not is_input:
         ratio = first.ratio if first is not None else None
         for lower in scales_to_try(scale, ratio):
             trials.append(Trial(lower, _is_finite_at(lower, compiled, leaves)))
@@ -283,7 +285,7 @@ def _is_array(leaf: Any) -> bool:
 
 def _name_argument(path: Any, *, single: bool) -> str:
     """Return the name of an argument's leaf, as the gradient's key path has it."""
-    rest = jax.tree_util.keystr(path[2:])
+    suffix = jax.tree_util.keystr(path[2:])
     if path[0].idx == 1:
-        return f"{path[1].key}{rest}"
-    return rest if single and rest else f"argument {path[1].idx}{rest}"
+        return f"{path[1].key}{suffix}"
+    return suffix if single and suffix else f"argument {path[1].idx}{suffix}"

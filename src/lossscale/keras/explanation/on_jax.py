@@ -17,10 +17,10 @@ from lossscale.keras.explanation.variables import KeptVariables
 
 
 def explain(
-    model: Any, batch: tuple[Any, Any, Any], scale: float, kept: KeptVariables
+    model: Any, batch: tuple[Any, Any, Any], scale: float, saved: KeptVariables
 ) -> Explanation:
     """Return why a batch was not finite."""
-    del kept  # nothing is assigned
+    del saved  # nothing is assigned
     lists = (
         model.trainable_variables,
         model.non_trainable_variables,
@@ -58,7 +58,7 @@ def explain(
         return loss, grads
 
     flags = [index < counts[0] for index in range(len(names))]
-    seen = explain_program(
+    explanation = explain_program(
         run,
         scale,
         [*values, *data],
@@ -68,22 +68,22 @@ def explain(
     )
     layers = {layer.name: layer for layer in model._flatten_layers()}  # noqa: SLF001
     return replace(
-        seen,
-        first=_name_layer(seen.first, layers),
-        first_nan=_name_layer(seen.first_nan, layers),
+        explanation,
+        first=_name_layer(explanation.first, layers),
+        first_nan=_name_layer(explanation.first_nan, layers),
     )
 
 
-def _name_layer(found: Finding | None, layers: dict[str, Any]) -> Finding | None:
+def _name_layer(finding: Finding | None, layers: dict[str, Any]) -> Finding | None:
     """Return a finding with the layer of its innermost scope."""
-    if found is None or found.module is None:
-        return found
-    scopes = found.module.split("/")
+    if finding is None or finding.module is None:
+        return finding
+    scopes = finding.module.split("/")
     layer = next((layers[name] for name in scopes[::-1] if name in layers), None)
     if layer is None:
-        return replace(found, module_type=None)
+        return replace(finding, module_type=None)
     return replace(
-        found, module=layer.path or layer.name, module_type=type(layer).__name__
+        finding, module=layer.path or layer.name, module_type=type(layer).__name__
     )
 
 
