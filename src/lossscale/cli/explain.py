@@ -46,13 +46,13 @@ def explain(run: Path, step: int | None, chosen: str) -> None:
                 done += 1
                 advance()
 
-        seen = explain_run(path, step=step, on_progress=on_progress)
+        explanation = explain_run(path, step=step, on_progress=on_progress)
     if chosen == "json":
-        print_json(seen.to_dict())
+        print_json(explanation.to_dict())
         return
-    title = "The standard input" if str(run) == "-" else seen.title
+    title = "The standard input" if str(run) == "-" else explanation.title
     print_notes([f"## {' '.join(title.split())}", ""])
-    print_notes([f"- {text}" for text in str(seen).splitlines()])
+    print_notes([f"- {text}" for text in str(explanation).splitlines()])
 
 
 @contextmanager

@@ -47,16 +47,16 @@ def print_table(
         text_columns: How many columns are text, aligned left; the others are numbers.
     """
     console = _console()
-    first, *others = range(len(columns))
-    while others:
+    first, *indices = range(len(columns))
+    while indices:
         count = 1
-        while count < len(others) and _fits(
-            console, _table(columns, rows, [first, *others[: count + 1]], text_columns)
+        while count < len(indices) and _fits(
+            console, _table(columns, rows, [first, *indices[: count + 1]], text_columns)
         ):
             count += 1
-        console.print(_table(columns, rows, [first, *others[:count]], text_columns))
-        others = others[count:]
-        if others:
+        console.print(_table(columns, rows, [first, *indices[:count]], text_columns))
+        indices = indices[count:]
+        if indices:
             console.print()
 
 

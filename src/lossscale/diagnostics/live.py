@@ -33,8 +33,8 @@ def render_run(run: RunFollower, width: int = 80) -> list[str]:
     lines += [
         _curve(name, recent, read, choose, bars) for name, read, choose in _CURVES
     ]
-    left = headroom_of(recent[-1], str(run.header["dtype"]))
-    text = NOTHING if left is None else f"{left:.1f} bits"
+    bits = headroom_of(recent[-1], str(run.header["dtype"]))
+    text = NOTHING if bits is None else f"{bits:.1f} bits"
     lines += [f"{'headroom':<{_LABEL}}{text:<{_VALUE}}".rstrip(), ""]
     lines += [_clip(line, width) for line in _skips(run)]
     return [*lines, "", *_alarms(run, width)]
@@ -141,9 +141,9 @@ def _skips(run: RunFollower) -> list[str]:
     if last is not None:
         names = [f"{name} ({cause})" for name, cause in last.nonfinite]
         more = len(names) - _MOST_NAMES
-        rest = f" and {more:,} more" if more > 0 else ""
-        listed = f" in {', '.join(names[:_MOST_NAMES])}{rest}" if names else ""
-        lines.append(f"          last at step {last.step:,}: {last.cause}{listed}")
+        suffix = f" and {more:,} more" if more > 0 else ""
+        details = f" in {', '.join(names[:_MOST_NAMES])}{suffix}" if names else ""
+        lines.append(f"          last at step {last.step:,}: {last.cause}{details}")
         if last.nearest_finite is not None:
             lines.append(f"          nearest that was finite: {last.nearest_finite}")
     return lines

@@ -101,15 +101,15 @@ def _floating(array: npt.ArrayLike) -> Array:
     bfloat16 and float8, which NumPy knows through ml_dtypes, become float32: each of
     their numbers is one of float32's as well.
     """
-    found = np.asarray(array)
-    if _format_of(found) is not None:
-        found = found.astype(np.float32)
-    if found.dtype.kind != "f":
+    values = np.asarray(array)
+    if _format_of(values) is not None:
+        values = values.astype(np.float32)
+    if values.dtype.kind != "f":
         message = (
-            f"Statistics need floating-point numbers, got an array of {found.dtype}."
+            f"Statistics need floating-point numbers, got an array of {values.dtype}."
         )
         raise GradientError(message)
-    return found
+    return values
 
 
 def _largest(array: Array) -> float:
@@ -123,24 +123,24 @@ def _fraction(flags: Array) -> float:
 def _format_of(array: Array) -> NumberFormat | None:
     """Return the format of an array whose numbers are not NumPy's own."""
     name = array.dtype.name
-    others = ("bfloat16", "float8_e5m2", "float8_e4m3")
-    found = [other for other in others if name.startswith(other)]
-    return FORMATS[found[0]] if found else None
+    names = ("bfloat16", "float8_e5m2", "float8_e4m3")
+    matches = [candidate for candidate in names if name.startswith(candidate)]
+    return FORMATS[matches[0]] if matches else None
 
 
 def _smallest_normal(array: Array) -> float:
-    found = _format_of(array)
-    if found is not None:
-        return math.ldexp(1.0, found.smallest_normal)
+    number_format = _format_of(array)
+    if number_format is not None:
+        return math.ldexp(1.0, number_format.smallest_normal)
     is_float = array.dtype.kind == "f"
     return float(np.finfo(array.dtype).smallest_normal) if is_float else 0.0
 
 
 def _align(histograms: list[ExponentHistogram]) -> tuple[int, list[list[int]]]:
     """Return histograms over one range of exponents."""
-    found = [(first, counts) for first, counts in histograms if counts.size]
-    first = min((start for start, _ in found), default=0)
-    end = max((start + counts.size for start, counts in found), default=0)
+    filled = [(first, counts) for first, counts in histograms if counts.size]
+    first = min((start for start, _ in filled), default=0)
+    end = max((start + counts.size for start, counts in filled), default=0)
     rows = []
     for start, counts in histograms:
         row = np.zeros(end - first, np.int64)

@@ -102,8 +102,8 @@ def find_headroom_trend(
     trend = _find_rise([record.amax for record in window])
     if trend is None or _loss_is_falling(window):
         return None
-    left = math.log2(limits.largest / limits.floor) - trend.level
-    steps = left / trend.slope
+    headroom = math.log2(limits.largest / limits.floor) - trend.level
+    steps = headroom / trend.slope
     if not steps < rules.horizon:
         return None
     now = window[-1]

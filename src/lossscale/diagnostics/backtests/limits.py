@@ -68,9 +68,9 @@ def find_step_limits(steps: RecordedSteps, dtype: str) -> StepLimits:
         | (steps.skipped_by("nan") & ~(after < steps.scales))
     )
     headroom = np.log2(largest) - _log2(magnitudes) - _log2(steps.scales)
-    known = finite & np.isfinite(headroom) & ~np.isnan(steps.magnitudes)
-    unknown = overflows & ~hopeless & np.isfinite(headroom)
-    gap = find_gap(headroom[known], headroom[unknown])
+    finite_known = finite & np.isfinite(headroom) & ~np.isnan(steps.magnitudes)
+    overflow_known = overflows & ~hopeless & np.isfinite(headroom)
+    gap = find_gap(headroom[finite_known], headroom[overflow_known])
 
     at_most, likely, at_least = (
         find_limits(magnitudes * 2.0**bits, largest)
@@ -83,12 +83,12 @@ def find_step_limits(steps: RecordedSteps, dtype: str) -> StepLimits:
 
     def join(of_finite: Scales, of_overflows: Scales) -> Scales:
         """Return limits that agree with what is recorded of each step."""
-        found = np.where(
+        limits = np.where(
             overflows,
             np.minimum(of_overflows, below),
             np.maximum(of_finite, steps.scales),
         )
-        return np.where(hopeless, nothing, found).astype(np.float32)
+        return np.where(hopeless, nothing, limits).astype(np.float32)
 
     return StepLimits(
         at_most=join(_where_known(at_most, np.inf), below),
@@ -106,8 +106,8 @@ def find_step_limits(steps: RecordedSteps, dtype: str) -> StepLimits:
     )
 
 
-def _where_known(limits: Scales, other: npt.ArrayLike) -> Scales:
-    return np.where(np.isnan(limits), other, limits).astype(np.float32)
+def _where_known(limits: Scales, default: npt.ArrayLike) -> Scales:
+    return np.where(np.isnan(limits), default, limits).astype(np.float32)
 
 
 def fill_magnitudes(steps: RecordedSteps) -> Floats:
@@ -121,8 +121,10 @@ def fill_magnitudes(steps: RecordedSteps) -> Floats:
         next_one = np.searchsorted(measured, missing)
         positions = next_one[:, None] + np.arange(-_NEIGHBOURS, _NEIGHBOURS)
         inside = (positions >= 0) & (positions < measured.size)
-        found = np.where(inside, logs[np.clip(positions, 0, measured.size - 1)], 0.0)
-        magnitudes[missing] = np.exp2(found.sum(axis=1) / inside.sum(axis=1))
+        neighbours = np.where(
+            inside, logs[np.clip(positions, 0, measured.size - 1)], 0.0
+        )
+        magnitudes[missing] = np.exp2(neighbours.sum(axis=1) / inside.sum(axis=1))
     return magnitudes
 
 
@@ -142,14 +144,16 @@ def _nearest_overflow(steps: RecordedSteps) -> Scales:
 
     Without any, the highest scale of the run.
     """
-    found = np.flatnonzero(steps.overflows)
-    if not found.size:
+    overflows = np.flatnonzero(steps.overflows)
+    if not overflows.size:
         return np.full(steps.size, steps.scales.max(initial=0.0), np.float32)
-    below = next_scale(steps.scales[found], 0)
+    below = next_scale(steps.scales[overflows], 0)
     positions = np.arange(steps.size)
-    after = np.clip(np.searchsorted(found, positions), 0, found.size - 1)
-    before = np.clip(after - 1, 0, found.size - 1)
-    nearer = np.abs(found[before] - positions) <= np.abs(found[after] - positions)
+    after = np.clip(np.searchsorted(overflows, positions), 0, overflows.size - 1)
+    before = np.clip(after - 1, 0, overflows.size - 1)
+    nearer = np.abs(overflows[before] - positions) <= np.abs(
+        overflows[after] - positions
+    )
     return below[np.where(nearer, before, after)]
 
 

@@ -99,8 +99,11 @@ def run_one(policy: Policy, material: Material, *, compiled: bool) -> Outcome:
         held = held | steps.skipped_by("loss")
     moving = np.flatnonzero(~held)
     magnitudes = limits.magnitudes[moving]
-    known = None if np.isnan(magnitudes).all() else magnitudes
-    sequences = [StepSequence(found[moving], known) for found in limits.all]
+    known_magnitudes = None if np.isnan(magnitudes).all() else magnitudes
+    sequences = [
+        StepSequence(limit_scales[moving], known_magnitudes)
+        for limit_scales in limits.all
+    ]
     results = run_policy(policy, sequences, compiled=compiled)
     likely = results[0]
     scales = _spread(likely, moving, steps.size)
@@ -146,8 +149,8 @@ def _estimate(values: Sequence[float]) -> Estimate:
 
 def _spread(result: Simulation, moving: npt.NDArray[np.intp], size: int) -> Scales:
     """Return the scale of every step, those that were left out included."""
-    taken = np.searchsorted(moving, np.arange(size))
-    return result.scale_after(taken)
+    counts = np.searchsorted(moving, np.arange(size))
+    return result.scale_after(counts)
 
 
 def _median_scale(result: Simulation) -> float:
@@ -166,10 +169,12 @@ def _median_headroom(
     material: Material, scales: Scales, finite: npt.NDArray[np.bool_]
 ) -> float | None:
     magnitudes = material.limits.magnitudes
-    known = finite & (magnitudes > 0.0)
-    if not known.any():
+    has_magnitude = finite & (magnitudes > 0.0)
+    if not has_magnitude.any():
         return None
-    stored = np.log2(magnitudes[known]) + np.log2(scales[known].astype(np.float64))
+    stored = np.log2(magnitudes[has_magnitude]) + np.log2(
+        scales[has_magnitude].astype(np.float64)
+    )
     return float(np.log2(FORMATS[material.dtype].largest) - np.median(stored))
 
 

@@ -49,27 +49,27 @@ class Sample(NamedTuple):
         Between two powers of two it is counted as if the scale were the lower one.
         """
         shift = int(np.floor(np.log2(scale) - np.log2(self.scale)))
-        known = float(self.fractions[self.distances + shift <= 0].sum())
-        return LostFraction(known, known + self.zeros)
+        fraction = float(self.fractions[self.distances + shift <= 0].sum())
+        return LostFraction(fraction, fraction + self.zeros)
 
 
 def read_samples(run: RunFile) -> list[Sample]:
     """Return the statistics of a run's steps; of a long run those of some parts."""
     blocks = run.tensor_blocks
     chosen = np.unique(np.linspace(0, len(blocks) - 1, MOST_PARTS).round().astype(int))
-    parts = [blocks[index] for index in chosen] if blocks else []
+    chosen_blocks = [blocks[index] for index in chosen] if blocks else []
     smallest = {
         name: FORMATS[dtype_of(run, index)].smallest
         for index, name in enumerate(run.names)
     }
-    found = {}
-    for part in parts:
-        end = run.end - part.offset if part is blocks[-1] else part.size
-        for statistics in run.statistics(part.offset, end):
+    samples = {}
+    for block in chosen_blocks:
+        end = run.end - block.offset if block is blocks[-1] else block.size
+        for statistics in run.statistics(block.offset, end):
             sample = _condense(statistics, smallest)
             if sample is not None:
-                found[sample.step] = sample
-    return [found[step] for step in sorted(found)]
+                samples[sample.step] = sample
+    return [samples[step] for step in sorted(samples)]
 
 
 def _condense(statistics: Statistics, smallest: dict[str, int]) -> Sample | None:
