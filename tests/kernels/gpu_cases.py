@@ -481,7 +481,7 @@ class Expected(NamedTuple):
     usable: bool
     """Whether the scale is of any use."""
     all_finite: bool
-    """Whether the gradients are, as they came."""
+    """Whether the scaled gradients are."""
     found: bool
     too_large: bool
     nan: bool

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from lossscale.cli.output import kept_warnings
+from lossscale.cli.output import defer_warnings
 from lossscale.cli.report import check_output
 
 
@@ -23,6 +23,6 @@ def export(run: Path, output: Path) -> None:
     from lossscale.diagnostics import export_parquet
 
     check_output(output, (run,))
-    with kept_warnings():
+    with defer_warnings():
         count = export_parquet(run, output)
     click.echo(f"{count:,} steps are in {output.resolve()}")

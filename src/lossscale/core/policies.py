@@ -67,7 +67,7 @@ def choose(
 ) -> ScaleState:
     """Return one of two states, number by number."""
     pairs = zip(first, second, strict=True)
-    return type(first)(*(where(condition, one, other) for one, other in pairs))
+    return type(first)(*(where(condition, left, right) for left, right in pairs))
 
 
 def wanted_measurements(policy: Policy) -> tuple[str, ...]:

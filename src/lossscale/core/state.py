@@ -52,7 +52,7 @@ class Signal(NamedTuple):
     nan: Array | None = None
     """Whether any gradient is NaN (an overflow alone gives infinities)."""
     amax: Array | None = None
-    """The largest finite magnitude of the gradients as they came, still scaled."""
+    """The largest finite magnitude of the gradients, still scaled."""
     norm: Array | None = None
     """The global norm of the unscaled gradients."""
     loss_finite: Array | None = None

@@ -167,12 +167,12 @@ def check_bool(name: str, value: Any) -> bool:
 
 def check_measurements(measure: Iterable[str]) -> frozenset[str]:
     """Return the names of measurements that `unscale` is asked for, validated."""
-    wanted = frozenset([measure] if isinstance(measure, str) else measure)
-    unknown = sorted(map(str, wanted - set(MEASUREMENTS)))
+    names = frozenset([measure] if isinstance(measure, str) else measure)
+    unknown = sorted(map(str, names - set(MEASUREMENTS)))
     if unknown:
         message = f"Cannot measure {unknown}; there are {', '.join(MEASUREMENTS)}."
         raise SettingError(message)
-    return wanted
+    return names
 
 
 def require_signal(signal: Any) -> None:

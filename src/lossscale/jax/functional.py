@@ -313,8 +313,8 @@ def apply_if_finite(
         new = function(state, *arguments)
         if not selection.has_same_structure(new, state):
             return new  # lax.cond raises an error that explains it
-        kept: State = selection.keep_finite(new, state)
-        return kept
+        selected: State = selection.keep_finite(new, state)
+        return selected
 
     def skip(state: State, *unused: PyTree) -> State:
         del unused

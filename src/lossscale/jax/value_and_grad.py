@@ -144,7 +144,7 @@ def differentiate_scaled(
         )
         raise GradientError(message)
 
-    def scaled_loss(floats: list[list[Any]]) -> tuple[jax.Array, PyTree]:
+    def compute_scaled_loss(floats: list[list[Any]]) -> tuple[jax.Array, PyTree]:
         all_args = list(args)
         for position, tree, leaves in zip(positions, trees, floats, strict=True):
             all_args[position] = tree.merge(leaves)
@@ -152,7 +152,7 @@ def differentiate_scaled(
         loss = _extract_loss(result, has_aux=has_aux)
         return functional.scale(loss, state), result
 
-    differentiate = jax.value_and_grad(scaled_loss, has_aux=True)
+    differentiate = jax.value_and_grad(compute_scaled_loss, has_aux=True)
     (_, value), leaf_grads = differentiate([tree.floats for tree in trees])
     grads = [
         tree.unflatten(leaves) for tree, leaves in zip(trees, leaf_grads, strict=True)
@@ -215,7 +215,9 @@ class _PartitionedTree:
     def merge(self, floats: list[Any]) -> PyTree:
         """Return the tree with other differentiable leaves."""
         pairs = zip(floats, self._others, strict=True)
-        return self.unflatten([other if new is None else new for new, other in pairs])
+        return self.unflatten(
+            [constant if new is None else new for new, constant in pairs]
+        )
 
     def unflatten(self, leaves: list[Any]) -> PyTree:
         """Return a tree of the same structure."""

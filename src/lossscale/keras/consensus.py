@@ -82,7 +82,7 @@ def apply_or_skip(
 def _encode(findings: Findings, context: Any) -> Array:
     """Return findings as numbers that are added up: sums are all that is reduced.
 
-    A row of flags for each kind of reason; then a place for the largest magnitude of
+    A row of flags for each kind of reason; then an element for the largest magnitude of
     each replica, zero in the others.
     """
     import tensorflow as tf  # noqa: PLC0415  # of this backend alone
@@ -96,14 +96,14 @@ def _encode(findings: Findings, context: Any) -> Array:
     return tf.concat(parts, axis=0)
 
 
-def _decode(sums: Array, own: Findings) -> Findings:
+def _decode(sums: Array, local_findings: Findings) -> Findings:
     """Return the findings of all replicas: NaN before infinity before too large."""
     import tensorflow as tf  # noqa: PLC0415  # of this backend alone
 
-    count = 3 * own.reasons.shape[0]
+    count = 3 * local_findings.reasons.shape[0]
     flags = tf.reshape(sums[:count] > 0.0, [3, -1])
     infinite, nan, large = tf.unstack(flags)
     finite = tf.where(large, 3, 0)
     reasons = tf.where(nan, 2, tf.where(infinite, 1, finite))
-    amax = None if own.amax is None else tf.reduce_max(sums[count:])
+    amax = None if local_findings.amax is None else tf.reduce_max(sums[count:])
     return Findings(reasons, amax)

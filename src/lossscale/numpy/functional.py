@@ -109,7 +109,7 @@ def unscale(
         >>> grads, bool(signal.finite)
         ({'w': array([2., 1.])}, True)
     """
-    wanted = validation.check_measurements(measure)
+    names = validation.check_measurements(measure)
     with np.errstate(all="ignore"):
         inverse = np.float32(1.0) / np.float32(state.scale)
 
@@ -120,8 +120,8 @@ def unscale(
     unscaled = trees.map_leaves(multiply, grads)
     finite, squarable = all_finite_and_squarable(unscaled)
     signal = Signal(finite=squarable, too_large=finite & ~squarable)
-    if wanted:
-        signal = signal._replace(**_measurements(grads, unscaled, wanted))
+    if names:
+        signal = signal._replace(**_measurements(grads, unscaled, names))
     return unscaled, signal
 
 
@@ -246,17 +246,15 @@ def all_finite(grads: Any) -> np.bool_:
 
 def all_finite_and_squarable(grads: Any) -> tuple[np.bool_, np.bool_]:
     """Return whether all numbers are finite, and whether their squares are too."""
-    tops = [  # NaN is the largest of all to NumPy
+    amaxes = [  # NaN is the largest of all to NumPy
         (np.abs(leaf).max(initial=0.0), largest_square(leaf.dtype.name))
         for _, leaf in trees.leaves(grads)
     ]
-    finite = all(np.isfinite(top) for top, _ in tops)
-    return np.bool_(finite), np.bool_(all(top <= bound for top, bound in tops))
+    finite = all(np.isfinite(amax) for amax, _ in amaxes)
+    return np.bool_(finite), np.bool_(all(amax <= bound for amax, bound in amaxes))
 
 
-def _measurements(
-    grads: Any, unscaled: Any, wanted: frozenset[str]
-) -> dict[str, Array]:
+def _measurements(grads: Any, unscaled: Any, names: frozenset[str]) -> dict[str, Array]:
     """Measure what was asked for; sums are kept in float64."""
     scaled = [np.asarray(leaf) for _, leaf in trees.leaves(grads)]
     # float32, or float64 where a gradient is: its largest value may need it.
@@ -279,7 +277,7 @@ def _measurements(
         "subnormal_fraction": lambda: np.float32(sum(map(_subnormal, scaled)) / count),
     }
     with np.errstate(all="ignore"):
-        return {name: measures[name]() for name in sorted(wanted)}
+        return {name: measures[name]() for name in sorted(names)}
 
 
 def _largest(leaf: npt.NDArray[Any]) -> float:

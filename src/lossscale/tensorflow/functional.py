@@ -178,9 +178,9 @@ def select(finite: Any, new: Any, old: Any) -> Any:
     """
     applied = to_flag(finite)
     trees.check_same_structure(new, old)
-    others = dict(trees.leaves(old))
+    old_leaves = dict(trees.leaves(old))
     return trees.map_leaves(
-        lambda path, leaf: _choose(path, applied, leaf, others[path]), new
+        lambda path, leaf: _choose(path, applied, leaf, old_leaves[path]), new
     )
 
 

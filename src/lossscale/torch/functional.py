@@ -207,8 +207,10 @@ def select(finite: Any, new: Any, old: Any) -> Any:
         return new if applied else old
     chosen = flag(finite)
     trees.check_same_structure(new, old)
-    others = dict(trees.leaves(old))
-    return map_leaves(lambda path, leaf: _choose(path, chosen, leaf, others[path]), new)
+    old_leaves = dict(trees.leaves(old))
+    return map_leaves(
+        lambda path, leaf: _choose(path, chosen, leaf, old_leaves[path]), new
+    )
 
 
 def divide(grads: Any, loss_scale: Any) -> Any:
@@ -249,8 +251,8 @@ def all_true(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return whether all flags are set; without any that is True, on `device`."""
     if not flags:
         return torch.ones((), dtype=torch.bool, device=device)
-    place = gradient.common_device(flags, device)
-    return torch.stack([gradient.move(flag, place) for flag in flags]).all()
+    common_device = gradient.common_device(flags, device)
+    return torch.stack([gradient.move(flag, common_device) for flag in flags]).all()
 
 
 def flag(finite: Any) -> torch.Tensor:
@@ -303,12 +305,12 @@ def _choose(path: str, chosen: torch.Tensor, new: Any, old: Any) -> Array:
     """Return one of two leaves; the other's NaN does not matter."""
     if new is old:
         return new
-    place = path or "the top"
+    location = path or "the top"
     if not isinstance(new, torch.Tensor) or not isinstance(old, torch.Tensor):
         if type(new) is type(old) and isinstance(new, _PLAIN) and new == old:
             return new
         message = (
-            f"The two leaves at {place} are {format_value(new)} and "
+            f"The two leaves at {location} are {format_value(new)} and "
             f"{format_value(old)}. A tensor "
             "can only choose between tensors: make tensors of them, or pass "
             "bool(finite), which waits for the device."
@@ -316,7 +318,7 @@ def _choose(path: str, chosen: torch.Tensor, new: Any, old: Any) -> Array:
         raise StructureError(message)
     alike = (new.dtype, new.layout, new.device) == (old.dtype, old.layout, old.device)
     if not alike or new.shape != old.shape:
-        message = f"The two leaves at {place} differ: {_kind(new)} and {_kind(old)}."
+        message = f"The two leaves at {location} differ: {_kind(new)} and {_kind(old)}."
         raise StructureError(message)
     if new.layout is not torch.strided:
         return new if bool(chosen) else old

@@ -110,7 +110,7 @@ def to_float16(
     if any(_own_hooks(module) for module in model.modules()):
         message = "The model was converted before. Call to_float32(model) first."
         raise SettingError(message)
-    kept = {
+    kept_modules = {
         name: module
         for name, module in model.named_modules()
         if name in names
@@ -119,10 +119,10 @@ def to_float16(
     }
     outermost = [
         module
-        for name, module in kept.items()
-        if not any(_is_inside(name, other) for other in kept)
+        for name, module in kept_modules.items()
+        if not any(_is_inside(name, outer) for outer in kept_modules)
     ]
-    inside = {id(part) for module in outermost for part in module.modules()}
+    inside = {id(child) for module in outermost for child in module.modules()}
     _refuse_shared(model, inside)
     for module in model.modules():
         if id(module) not in inside:
@@ -143,6 +143,14 @@ def to_float32(model: torch.nn.Module) -> None:
 
     Args:
         model: The model.
+
+    Example:
+        >>> import torch, lossscale.torch as ls
+        >>> model = torch.nn.Linear(2, 1)
+        >>> conversion = ls.to_float16(model)
+        >>> ls.to_float32(model)
+        >>> model.weight.dtype
+        torch.float32
     """
     for module in model.modules():
         _convert(module, torch.float32)
@@ -156,7 +164,7 @@ def _parse_kept(
     """Return the names and the classes of modules to keep, or raise."""
     if isinstance(keep_float32, (str, type)):
         keep_float32 = [keep_float32]
-    known = dict(model.named_modules())
+    modules = dict(model.named_modules())
     names: set[str] = set()
     classes: list[type[torch.nn.Module]] = []
     for item in keep_float32:
@@ -168,10 +176,10 @@ def _parse_kept(
                 f"{format_value(item)}."
             )
             raise SettingTypeError(message)
-        elif item not in known:
+        elif item not in modules:
             message = (
                 f"keep_float32 has the name {item!r}, and the model has no such "
-                f"module.{did_you_mean(item, known)}"
+                f"module.{did_you_mean(item, modules)}"
             )
             raise SettingError(message)
         else:
@@ -179,9 +187,9 @@ def _parse_kept(
     return names, tuple(classes)
 
 
-def _is_inside(name: str, other: str) -> bool:
+def _is_inside(name: str, outer: str) -> bool:
     """Whether a module is a part of another one, by their names."""
-    return name != other and (not other or name.startswith(f"{other}."))
+    return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
 def _refuse_shared(model: torch.nn.Module, inside: set[int]) -> None:
@@ -218,10 +226,10 @@ def _add_casts(
 
 def _own_hooks(module: torch.nn.Module) -> list[tuple[dict[int, Any], int]]:
     """Return the hooks that `_add_casts` has registered, with their keys."""
-    every = (module._forward_pre_hooks, module._forward_hooks)  # noqa: SLF001
+    hook_dicts = (module._forward_pre_hooks, module._forward_hooks)  # noqa: SLF001
     return [
         (hooks, key)
-        for hooks in every
+        for hooks in hook_dicts
         for key, hook in hooks.items()
         if isinstance(hook, (_CastInputs, _CastOutputs))
     ]
@@ -229,10 +237,10 @@ def _own_hooks(module: torch.nn.Module) -> list[tuple[dict[int, Any], int]]:
 
 def _report(model: torch.nn.Module, inside: set[int]) -> Conversion:
     """Return the names of the modules that have tensors."""
-    converted: list[str] = []
-    kept: list[str] = []
+    converted_names: list[str] = []
+    kept_names: list[str] = []
     for name, module in model.named_modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(tensor.is_floating_point() for tensor in tensors):
-            (kept if id(module) in inside else converted).append(name)
-    return Conversion(tuple(converted), tuple(kept))
+            (kept_names if id(module) in inside else converted_names).append(name)
+    return Conversion(tuple(converted_names), tuple(kept_names))

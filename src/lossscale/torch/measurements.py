@@ -33,30 +33,30 @@ def measure(
     """
     scaled = [values(leaf) for _, leaf in trees.leaves(grads)]
     divided = [values(leaf) for _, leaf in trees.leaves(unscaled)]
-    place = common_device(scaled, device)
+    target = common_device(scaled, device)
     # float32, or float64 where a gradient is: its largest value may need it.
     has_float64 = any(x.dtype is torch.float64 for x in scaled)
-    number = torch.float64 if has_float64 else torch.float32
+    result_dtype = torch.float64 if has_float64 else torch.float32
     # Apple's GPUs have no float64.
-    wide = torch.float32 if place.type == "mps" else torch.float64
+    sum_dtype = torch.float32 if target.type == "mps" else torch.float64
     size = max(1, sum(x.numel() for x in scaled))
 
     def gather(results: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Return scalars of all gradients, and a 0, in one tensor."""
-        zero = torch.zeros((), dtype=dtype, device=place)
-        return torch.stack([zero, *(move(x.to(dtype), place) for x in results)])
+        zero = torch.zeros((), dtype=dtype, device=target)
+        return torch.stack([zero, *(move(x.to(dtype), target) for x in results)])
 
     def fraction(flags: list[torch.Tensor]) -> torch.Tensor:
-        """Return which share of all values has its flag set."""
-        counts = gather([flag.sum() for flag in flags], wide)
+        """Return the fraction of all values that has its flag set."""
+        counts = gather([flag.sum() for flag in flags], sum_dtype)
         return (counts.sum() / size).to(torch.float32)
 
     measures: dict[str, Callable[[], torch.Tensor]] = {
         "nan": lambda: gather([x.isnan().any() for x in scaled], torch.bool).any(),
-        "amax": lambda: gather([_largest(x) for x in scaled], number).max(),
+        "amax": lambda: gather([_largest(x) for x in scaled], result_dtype).max(),
         "norm": lambda: torch.linalg.vector_norm(
-            gather([_norm(x, wide) for x in divided], wide)
-        ).to(number),
+            gather([_norm(x, sum_dtype) for x in divided], sum_dtype)
+        ).to(result_dtype),
         "zero_fraction": lambda: fraction([_magnitude(x) < 1 for x in scaled]),
         "subnormal_fraction": lambda: fraction([_subnormal(x) for x in scaled]),
     }
@@ -71,7 +71,7 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the norm of one tensor, with its squares in a wide dtype."""
+    """Return the norm of one tensor, with its squares summed in a dtype."""
     norm: torch.Tensor = torch.linalg.vector_norm(
         x, dtype=torch.promote_types(x.dtype, dtype)
     )

@@ -68,7 +68,7 @@ class Combined(Eager):
     """The same of the gradients at even and odd places, put together."""
 
     def measure(self, gradients, scale, request, *, inverted):
-        part = request.for_a_part()
+        part = request.for_group()
         parts = [own for own in (gradients[::2], gradients[1::2]) if own]
         measured = super().measure
         buffers = [measured(own, scale, part, inverted=inverted) for own in parts]

@@ -112,10 +112,10 @@ class AutoStart(RuleBased):
         """Return the state after a step."""
         ruled = self.follow_rule(state, signal, where)
         starting = self.is_starting(state)
-        found, is_found = self._find(state, ruled, signal, where)
+        new_scale, is_found = self._find(state, ruled, signal, where)
         down = state.scale * 2.0**-self.jump
         jumped = where(down >= self._lowest(), down, ruled.scale)
-        searched = where(signal.finite, found, jumped)
+        searched = where(signal.finite, new_scale, jumped)
         overflowed = where(
             signal.finite, where(is_found, 0.0, state.overflowed), state.scale
         )
@@ -135,21 +135,21 @@ class AutoStart(RuleBased):
         scale = state.scale
         if signal.amax is None:
             return ruled.scale, scale > 0.0
-        seen = observe_magnitude(signal, scale, 0.0, where)
+        magnitude = observe_magnitude(signal, scale, 0.0, where)
         limit = validation.as_float32(self.largest * 2.0**-self.margin)
         first = validation.as_float32(self.rule.init_scale)
         # Times a reciprocal: compilers replace a division by a constant themselves.
-        use = seen * first * validation.as_float32(1.0 / limit)
+        use = magnitude * first * validation.as_float32(1.0 / limit)
         use = where(use >= 1.0, where(use <= 2.0**126, use, 2.0**126), 1.0)
         fits = first / round_up_to_power(use, where)
         lowest = self.rule.settings.min_scale
         fits = where(fits >= lowest, fits, lowest)
-        top = validation.as_float32(self.largest)
-        is_explained = seen * state.overflowed > top
+        largest = validation.as_float32(self.largest)
+        is_explained = magnitude * state.overflowed > largest
         is_exhausted = state.overflowed * 2.0**-self.jump < self._lowest()
         raised = where(is_explained, fits, where(is_exhausted, fits, scale))
-        found = where(fits <= scale, fits, raised)
-        return where(seen > 0.0, found, ruled.scale), seen > 0.0
+        new_scale = where(fits <= scale, fits, raised)
+        return where(magnitude > 0.0, new_scale, ruled.scale), magnitude > 0.0
 
     def _lowest(self) -> float:
         """Return the scale below which no jump leads."""

@@ -89,13 +89,15 @@ class Headroom(RuleBased):
             after = state._replace(**ruled._asdict())
             return self.keep_if_loss_nonfinite(state, after, signal, where)
         limit = validation.as_float32(self.largest * 2.0**-self.margin)
-        seen = observe_magnitude(signal, state.scale, limit / ruled.scale, where)
-        peak = where(seen > state.peak, seen, state.peak)
-        top = where(peak > state.last_peak, peak, state.last_peak)
+        magnitude = observe_magnitude(signal, state.scale, limit / ruled.scale, where)
+        peak = where(magnitude > state.peak, magnitude, state.peak)
+        amax = where(peak > state.last_peak, peak, state.last_peak)
         age = state.age + 1.0
         full = age >= self.window
         after = HeadroomState(
-            where(signal.finite, self._move(state, ruled, top, limit, where), ruled[0]),
+            where(
+                signal.finite, self._move(state, ruled, amax, limit, where), ruled[0]
+            ),
             ruled.good_steps,
             ruled.bad_steps,
             where(full, 0.0, peak),
@@ -105,12 +107,12 @@ class Headroom(RuleBased):
         return self.keep_if_loss_nonfinite(state, after, signal, where)
 
     def _move(
-        self, state: State, ruled: State, top: Array, limit: float, where: Where
+        self, state: State, ruled: State, amax: Array, limit: float, where: Where
     ) -> Array:
         """Return the scale after a finite step."""
         scale = state.scale
         # Times a reciprocal: compilers replace a division by a constant themselves.
-        use = scale * top * validation.as_float32(1.0 / limit)
+        use = scale * amax * validation.as_float32(1.0 / limit)
         use = where(use <= 2.0**126, use, 2.0**126)
         fits_twice = use * 2.0 <= 1.0
         lowered = self.lower_scale(
@@ -118,4 +120,4 @@ class Headroom(RuleBased):
         )
         raised = self.raise_scale(scale, 2.0, where)
         moved = where(use > 1.0, lowered, where(fits_twice, raised, scale))
-        return where(top > 0.0, moved, ruled.scale)
+        return where(amax > 0.0, moved, ruled.scale)

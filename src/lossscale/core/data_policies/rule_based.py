@@ -92,9 +92,9 @@ def observe_magnitude(
         at_overflow: What an overflow counts as.
         where: The framework's select.
     """
-    seen = where(signal.finite, signal.amax / scale, at_overflow)
-    seen = where(seen <= _LARGEST_SEEN, seen, _LARGEST_SEEN)
-    return where(seen >= SMALLEST_NORMAL, seen, 0.0)
+    magnitude = where(signal.finite, signal.amax / scale, at_overflow)
+    magnitude = where(magnitude <= _LARGEST_SEEN, magnitude, _LARGEST_SEEN)
+    return where(magnitude >= SMALLEST_NORMAL, magnitude, 0.0)
 
 
 _LARGEST_SEEN = 2.0**126

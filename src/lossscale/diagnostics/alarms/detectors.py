@@ -36,10 +36,10 @@ def find_backoffs(
         f"The scale was lowered {len(lowered)} times within "
         f"{now.step - first.step + 1:,} steps, from {first.scale:,.10g} to "
         f"{now.scale:,.10g}, and the loss was {loss}: the gradients are growing faster "
-        f"than the scale can follow{_listed(names)}."
+        f"than the scale can follow{_join_names(names)}."
     )
     return Alarm(
-        "back-offs", now.step, _last_applied(recent, first.step), message, names
+        "back-offs", now.step, _find_last_applied(recent, first.step), message, names
     )
 
 
@@ -62,10 +62,10 @@ def find_floor(
     message = (
         f"{len(stuck)} of the last {len(window)} steps overflowed at a scale of "
         f"{now.scale:,.10g}, {scale}: the gradients are too large for their "
-        f"format{_listed(names)}."
+        f"format{_join_names(names)}."
     )
     first = stuck[0].step
-    return Alarm("floor", now.step, _last_applied(recent, first), message, names)
+    return Alarm("floor", now.step, _find_last_applied(recent, first), message, names)
 
 
 def find_nan(
@@ -85,12 +85,12 @@ def find_nan(
         f"The {what} NaN for {len(recent) - start} steps in a row without an "
         "infinity, while the scale went from "
         f"{recent[start].scale:,.10g} to {now.scale:,.10g}: no lower scale can "
-        f"help{_listed(names)}."
+        f"help{_join_names(names)}."
     )
     # The step before is what may have broken the weights, so those before it are the
     # last that are known to be good.
-    broke = _last_applied(recent, recent[start].step)
-    good = None if broke is None else _last_applied(recent, broke)
+    broke = _find_last_applied(recent, recent[start].step)
+    good = None if broke is None else _find_last_applied(recent, broke)
     return Alarm("nan", now.step, good, message, names)
 
 
@@ -98,12 +98,12 @@ def find_headroom_trend(
     recent: Sequence[StepRecord], rules: AlarmRules, limits: Limits
 ) -> Alarm | None:
     """Look for a largest gradient that grows towards the end of its format's range."""
-    window = _applied(recent, rules.trend_window)
+    window = _list_applied(recent, rules.trend_window)
     trend = _find_rise([record.amax for record in window])
     if trend is None or _loss_is_falling(window):
         return None
-    left = math.log2(limits.largest / limits.floor) - trend.level
-    steps = left / trend.slope
+    headroom = math.log2(limits.largest / limits.floor) - trend.level
+    steps = headroom / trend.slope
     if not steps < rules.horizon:
         return None
     now = window[-1]
@@ -119,7 +119,7 @@ def find_norm_trend(
     recent: Sequence[StepRecord], rules: AlarmRules, _limits: Limits
 ) -> Alarm | None:
     """Look for a norm that keeps growing while the loss does not fall."""
-    window = _applied(recent, rules.trend_window)
+    window = _list_applied(recent, rules.trend_window)
     trend = _find_rise([record.norm for record in window])
     if trend is None or _loss_is_falling(window):
         return None
@@ -162,7 +162,7 @@ def _find_rise(values: Sequence[float | None]) -> _Rise | None:
     return _Rise(levels[3], rise, rise / (3 * quarter))
 
 
-def _applied(recent: Sequence[StepRecord], count: int) -> list[StepRecord]:
+def _list_applied(recent: Sequence[StepRecord], count: int) -> list[StepRecord]:
     return [record for record in recent[-count:] if record.applied]
 
 
@@ -212,7 +212,7 @@ def _is_nan_alone(record: StepRecord) -> bool:
     return record.cause == "nan" and all(c != "inf" for _, c in record.nonfinite)
 
 
-def _last_applied(recent: Sequence[StepRecord], before: int) -> int | None:
+def _find_last_applied(recent: Sequence[StepRecord], before: int) -> int | None:
     """Return the last step that was applied before another one."""
     steps = [
         record.step for record in recent if record.applied and record.step < before
@@ -225,7 +225,7 @@ def _names(records: Iterable[StepRecord]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for r in records for name, _ in r.nonfinite))
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     """Return the tensors nearest to the loss: the first of the backward pass."""
     if not names:
         return ""

@@ -81,16 +81,18 @@ class AlarmMonitor:
         if record.applied and not due and not lowered:
             return []
         recent = list(self._recent)
-        found = []
+        candidates = []
         if lowered and self._settled:
-            found.append(find_backoffs(recent, self._rules, self._limits))
+            candidates.append(find_backoffs(recent, self._rules, self._limits))
         if not record.applied:
-            found.append(find_floor(recent, self._rules, self._limits))
-            found.append(find_nan(recent, self._rules, self._limits))
+            candidates.append(find_floor(recent, self._rules, self._limits))
+            candidates.append(find_nan(recent, self._rules, self._limits))
         if due:
-            found.append(find_headroom_trend(recent, self._rules, self._limits))
-            found.append(find_norm_trend(recent, self._rules, self._limits))
-        return [alarm for alarm in found if alarm is not None and self._is_new(alarm)]
+            candidates.append(find_headroom_trend(recent, self._rules, self._limits))
+            candidates.append(find_norm_trend(recent, self._rules, self._limits))
+        return [
+            alarm for alarm in candidates if alarm is not None and self._is_new(alarm)
+        ]
 
     def _settle(self) -> None:
         """Forget the back-offs by which the run found its first scale."""

@@ -83,11 +83,11 @@ class KernelLauncher:
         if compiled is not None:
             compiled.launch(programs, arguments, constants)
             return
-        found = kernel[(programs,)](
+        result = kernel[(programs,)](
             *arguments, *constants, num_warps=WARPS, enable_fp_fusion=fuses
         )
-        if found is not None:  # the interpreter compiles nothing
-            self._compiled[key] = CompiledKernel(found)
+        if result is not None:  # the interpreter compiles nothing
+            self._compiled[key] = CompiledKernel(result)
 
     def has_compiled(self, kernel: Kernel, constants: tuple[object, ...]) -> bool:
         """Whether a kernel was launched with these constants before."""
@@ -199,15 +199,15 @@ class Tables:
 
     def set_addresses(self, grads: list[torch.Tensor]) -> None:
         """Copy the addresses of the gradients to the device if they changed."""
-        known = self._addresses
+        old_addresses = self._addresses
         if (
-            known
+            old_addresses
             and all_addresses_equal is not None
-            and all_addresses_equal(grads, known, self._all_indices)
+            and all_addresses_equal(grads, old_addresses, self._all_indices)
         ):
             return
         addresses = list(map(torch.Tensor.data_ptr, grads))
-        if addresses == known:
+        if addresses == old_addresses:
             return
         # Unknown until they are copied: a failure here is retried at the next step.
         self._addresses = []
