@@ -210,9 +210,8 @@ def test_updates_that_are_lost_for_want_of_a_master_have_advice(path):
     }
     (text,) = advice_of(record(path, rows))
     assert text == (
-        "At step 1, 90.0 % of the numbers of worst did not change, because their "
-        "updates were rounded away in float16; 1 other tensor lost more than half of "
-        "theirs. Use master_weights=True: a float32 master adds them up."
+        "Use master_weights=True: the update of step 1 was rounded away in float16 "
+        "for 90.0 % of worst, and more than half of 1 other tensor."
     )
 
 
