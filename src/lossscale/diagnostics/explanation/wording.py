@@ -52,6 +52,8 @@ def _where(seen: "RunExplanation") -> Iterator[str]:
     more = len(seen.nonfinite) - len(names)
     others = f" and {more:,} more" if more else ""
     yield f"Not finite, in the order of the backward pass: {', '.join(names)}{others}."
+    if seen.loss_finite is False:
+        return  # the gradients follow from the loss: none of them broke
     if seen.nearest_finite is not None:
         yield (
             f"The backward pass still had the gradient of {seen.nearest_finite} "
@@ -164,7 +166,7 @@ def _limits(seen: "RunExplanation") -> Iterator[str]:
         missing.append("names of tensors (give the recorder names=)")
     if seen.trend is None and seen.sample is None:
         missing.append("largest magnitudes (measure amax)")
-    if seen.loss is None:
+    if seen.loss_finite is None:
         missing.append("the loss")
     if missing:
         yield f"The record does not have {_join(missing)}."
