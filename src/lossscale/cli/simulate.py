@@ -108,8 +108,28 @@ def simulate(
     else:
         results = _run(policies, sequence)
         _print_results(results, sequence, chart=chart, as_json=as_json)
-    for remark in (*sequence.remarks, *explain_bounds(results, sequence)):
+    remarks = (
+        *sequence.remarks,
+        *_explain_unmeasured(policies, sequence),
+        *explain_bounds(results, sequence),
+    )
+    for remark in remarks:
         warn(remark)
+
+
+def _explain_unmeasured(
+    policies: dict[str, Policy], sequence: StepSequence
+) -> Iterator[str]:
+    """Yield which policies ran without the magnitudes that they read."""
+    import numpy as np
+
+    from lossscale.diagnostics.unmeasured import explain_unmeasured
+
+    magnitudes = sequence.magnitudes
+    if magnitudes is None:
+        yield from explain_unmeasured(policies, measured=False)
+    elif (np.isnan(magnitudes) & sequence.finite).any():
+        yield from explain_unmeasured(policies, measured=True)
 
 
 _MOST_TRACED = 10_000
@@ -215,7 +235,7 @@ def _print_trace(
             dtype=sequence.dtype,
         )
         for step, (finite, state) in enumerate(states, start=1):
-            numbers = (value.item() for value in state)
+            numbers = (value.item() for value in state[:3])
             rows.append((name, step, bool(finite), *numbers))
     columns = ["policy", "step", "finite", "scale", "good_steps", "bad_steps"]
     if as_json:

@@ -89,7 +89,7 @@ def backtest(
         dtype=run.dtype,
         recorded=describe_recorded(material),
         outcomes=run_all(named, material, on_progress),
-        remarks=tuple(list_remarks(material)),
+        remarks=tuple(list_remarks(material, named)),
     )
 
 
