@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     "-p",
     "texts",
     multiple=True,
-    help="A preset, dynamic, fixed, headroom or another kind, with settings: "
-    "torch:growth_interval=100. May be given several times. [default: dynamic]",
+    help="A preset, dynamic, fixed, auto_start, headroom or another kind, with "
+    "settings: torch:growth_interval=100. May be given several times. "
+    "[default: dynamic]",
 )
 @click.option(
     "--sweep",

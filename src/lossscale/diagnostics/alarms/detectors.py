@@ -42,9 +42,7 @@ def find_backoffs(
         # The scale does follow the gradients: they are not known to grow.
         times = "once" if raised == 1 else f"{raised} times"
         moves = f"and raised {times} in between, {moves}"
-        meaning = (
-            "now and then a step overflows at the scales that it is raised to"
-        )
+        meaning = "now and then a step overflows at the scales that it is raised to"
     else:
         meaning = "the gradients are growing faster than the scale can follow"
     message = (
