@@ -123,7 +123,9 @@ def test_policies_that_read_magnitudes_say_that_only_their_rule_ran():
 def test_a_trace_says_it_too():
     rows, remark = simulated("--finite", "1011", "-p", "headroom", "--trace")
     # What it remembers besides is not a column.
-    assert {"policy", "step", "finite", "scale", "good_steps", "bad_steps"} == {*rows[0]}
+    assert {"policy", "step", "finite", "scale", "good_steps", "bad_steps"} == {
+        *rows[0]
+    }
     assert "headroom reads magnitudes, and these steps have none" in remark
     assert "" == simulated("--finite", "1011", "--trace")[1]
 
@@ -135,6 +137,14 @@ def test_a_step_without_a_magnitude_is_left_to_the_rule(tmp_path):
     assert "in finite steps without one, only its rule ran" in remark
     file.write_text(recorded([0.5] * 7), encoding="utf-8")
     assert "" == simulated("--file", file, "-p", "headroom")[1]
+
+
+def test_a_policy_with_an_edge_says_that_a_file_has_no_fractions(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    file.write_text(recorded([0.5] * 7), encoding="utf-8")
+    _, remark = simulated("--file", file, "-p", "histogram", "-p", "headroom")
+    assert "histogram reads the fraction of values above its edge" in remark
+    assert "headroom" not in remark
 
 
 def test_a_trace_follows_the_magnitudes(tmp_path):

@@ -121,16 +121,18 @@ def simulate(
 def _explain_unmeasured(
     policies: dict[str, Policy], sequence: StepSequence
 ) -> Iterator[str]:
-    """Yield which policies ran without the magnitudes that they read."""
+    """Yield which policies ran without the measurements that they read."""
     import numpy as np
 
     from lossscale.diagnostics.unmeasured import explain_unmeasured
 
-    magnitudes = sequence.magnitudes
-    if magnitudes is None:
-        yield from explain_unmeasured(policies, measured=False)
-    elif (np.isnan(magnitudes) & sequence.finite).any():
-        yield from explain_unmeasured(policies, measured=True)
+    finite = sequence.finite
+    known = np.zeros_like(finite)
+    if sequence.magnitudes is not None:
+        known = finite & ~np.isnan(sequence.magnitudes)
+    yield from explain_unmeasured(
+        policies, measured=int(known.sum()), steps=int(finite.sum())
+    )
 
 
 _MOST_TRACED = 10_000

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What policies that read magnitudes do where a sequence of steps has none.
+"""What policies that measure do where a sequence of steps lacks what they read.
 
 Imports the standard library and the core only.
 """
@@ -7,17 +7,19 @@ Imports the standard library and the core only.
 from collections.abc import Iterator, Mapping
 
 from lossscale.core.data_policies import AutoStart, RuleBased
+from lossscale.core.measurements import find_edge
 from lossscale.core.policies import Policy, wanted_measurements
 
 
 def explain_unmeasured(
-    policies: Mapping[str, Policy], *, measured: bool
+    policies: Mapping[str, Policy], *, measured: int, steps: int
 ) -> Iterator[str]:
-    """Yield which policies ran without the magnitudes that they read.
+    """Yield which policies ran without the measurements that they read.
 
     Args:
         policies: The policies that were run, by the names of their rows.
-        measured: Whether some of the steps have magnitudes, though not all.
+        measured: How many of the finite steps have a largest magnitude.
+        steps: How many finite steps there are.
     """
     readers = {
         name: policy
@@ -32,11 +34,22 @@ def explain_unmeasured(
     ]
     others = [name for name in readers if name not in (*starting, *ruled)]
     if measured:
-        if ruled:
+        if ruled and measured < steps:
             verb, its = _agree(ruled, "reads", "read")
             yield (
                 f"{_join_names(ruled)} {verb} magnitudes: in finite steps without "
                 f"one, only {its} rule ran."
+            )
+        edged = [
+            name
+            for name in ruled
+            if find_edge(wanted_measurements(readers[name])) is not None
+        ]
+        if edged:
+            verb, its = _agree(edged, "reads", "read")
+            yield (
+                f"{_join_names(edged)} {verb} the fraction of values above {its} edge "
+                "where it is measured; here the largest magnitude alone is compared."
             )
         return
     if ruled:

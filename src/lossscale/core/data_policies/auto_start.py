@@ -2,11 +2,12 @@
 """`AutoStart`: find the first scale on the first batch, then follow a rule."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from lossscale.core import validation
 from lossscale.core.data_policies.octaves import round_up_to_power
 from lossscale.core.data_policies.rule_based import RuleBased, observe_magnitude
+from lossscale.core.measurements import Measurement
 from lossscale.core.state import Array, Signal, State, Where
 from lossscale.errors import SettingError
 
@@ -61,8 +62,6 @@ class AutoStart(RuleBased):
         1024.0
     """
 
-    wants: ClassVar[tuple[str, ...]] = ("amax",)
-
     margin: float = 3.0
     """Doublings between the largest first gradient and the maximum of the format."""
 
@@ -92,6 +91,11 @@ class AutoStart(RuleBased):
             raise SettingError(message)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def wants(self) -> tuple[Measurement, ...]:
+        """The measurements that the policy reads besides the flags."""
+        return ("amax",)
 
     def init(self) -> State:
         """Return the first state: no scale has overflowed."""

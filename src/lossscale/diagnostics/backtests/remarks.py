@@ -22,8 +22,9 @@ def list_remarks(
         "otherwise after other skips is not in the record."
     )
     yield from _about_magnitudes(material)
-    if np.isnan(material.limits.magnitudes).all():
-        yield from explain_unmeasured(policies, measured=False)
+    # Where some are missing they are filled in.
+    known = int((~np.isnan(material.limits.magnitudes)).any())
+    yield from explain_unmeasured(policies, measured=known, steps=known)
     yield from _about_skips(material)
     yield from _about_lost(material)
 
