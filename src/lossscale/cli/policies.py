@@ -74,7 +74,9 @@ def _own_value(key: str, text: Any, plain: Any) -> Any:
     if key == "floors":
         return _floors(text)
     number = parse_number(key, text)
-    whole = isinstance(getattr(plain, key), int) and number.is_integer()
+    # AutoStart's jump is a count that is None unless given.
+    is_count = isinstance(getattr(plain, key), (int, type(None)))
+    whole = is_count and number.is_integer()
     return int(number) if whole else number
 
 

@@ -68,6 +68,19 @@ def test_two_edges_are_one_error_before_the_step():
         ls.value_and_grad(loss, Saturation(), measure=AboveEdge(1.0))
 
 
+@pytest.mark.parametrize("exponent", [16, 24, 32, 48])
+def test_retries_find_the_first_scale_on_one_batch_wherever_it_starts(exponent):
+    policy = AutoStart(Dynamic(init_scale=2.0**exponent))
+    step = ls.with_retries(ls.value_and_grad(loss, policy), retries=policy.tries)
+    found = jax.jit(step)(ls.init(policy), jnp.float32(1.0), jnp.float32(256.0))
+    assert (True, 256.0, 16.0) == (
+        bool(found.signal.finite),
+        float(found.grads),
+        float(found.state.scale),
+    )
+    assert int(found.retries) <= policy.tries
+
+
 def test_micro_batches_count_with_the_largest_of_them():
     policy = Headroom(Dynamic(init_scale=8.0))
     step = jax.jit(ls.accumulate_gradients(lambda w, x: w * x, policy))
