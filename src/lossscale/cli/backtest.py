@@ -34,8 +34,9 @@ _FORMATS = ("html", "md", "json")
     "texts",
     multiple=True,
     required=True,
-    help="A preset, dynamic, fixed, headroom or another kind, with settings: "
-    "torch:growth_interval=100, headroom:margin=2. May be given several times.",
+    help="A preset, dynamic, fixed, auto_start, headroom or another kind, with "
+    "settings: torch:growth_interval=100, headroom:margin=2. May be given several "
+    "times.",
 )
 @click.option(
     "--output",

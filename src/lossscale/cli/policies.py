@@ -78,7 +78,9 @@ def _own_value(key: str, text: Any, plain: Any) -> Any:
     if key == "floors":
         return _floors(text)
     number = parse_number(key, text)
-    is_whole = isinstance(getattr(plain, key), int) and number.is_integer()
+    # AutoStart's jump is a count that is None unless given.
+    is_count = isinstance(getattr(plain, key), (int, type(None)))
+    is_whole = is_count and number.is_integer()
     return int(number) if is_whole else number
 
 

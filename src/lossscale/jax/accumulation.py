@@ -242,6 +242,7 @@ _REDUCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "norm": jnp.max,
     "zero_fraction": jnp.mean,
     "subnormal_fraction": jnp.mean,
+    "above_edge": jnp.mean,
 }
 """How the measurements of micro-batches, whose sizes are equal, become one."""
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lossscale.core import validation
+from lossscale.core.measurements import Measurement, check_measurements
 from lossscale.core.policies import Policy, wanted_measurements
 from lossscale.core.state import ScaleState, Signal
 from lossscale.core.validation import format_value
@@ -56,7 +56,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     axis_name: AxisName = None,
-    measure: Iterable[str] = (),
+    measure: Measurement | Iterable[Measurement] = (),
     passthrough: LeafPredicate = is_overwrite_with_gradient,
 ) -> Callable[..., ValueAndGrad]:
     """Return a function of the state and `fun`'s arguments that differentiates `fun`.
@@ -97,8 +97,8 @@ def value_and_grad(
         (36.0, 24.0, True, 1)
     """
     check_policy(policy)
-    names = validation.check_measurements(measure)
-    names |= set(wanted_measurements(policy))
+    names = check_measurements(measure)
+    names = check_measurements(names | set(wanted_measurements(policy)))
     positions = normalize_argnums("argnums", argnums)
 
     @copy_name(fun)

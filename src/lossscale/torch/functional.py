@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from lossscale.core import trees, validation
+from lossscale.core.measurements import Measurement, check_measurements
 from lossscale.core.policies import Policy, advance
 from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal, list_dtypes
@@ -96,7 +97,7 @@ def scale(loss: Any, state: ScaleState) -> Any:
 
 
 def unscale(
-    grads: Any, state: ScaleState, *, measure: Iterable[str] = ()
+    grads: Any, state: ScaleState, *, measure: Measurement | Iterable[Measurement] = ()
 ) -> tuple[Any, Signal]:
     """Multiply gradients by 1 / scale, and say whether all of them are finite.
 
@@ -111,7 +112,7 @@ def unscale(
         grads: A nested structure of scaled gradients.
         state: The state whose scale was used for the loss.
         measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
-            "zero_fraction" and "subnormal_fraction".
+            "zero_fraction" and "subnormal_fraction", and an `AboveEdge`.
 
     Raises:
         GradientError: If a gradient is not floating-point.
@@ -123,7 +124,7 @@ def unscale(
         >>> grads, bool(signal.finite)
         ({'w': tensor([2., 1.])}, True)
     """
-    names = validation.check_measurements(measure)
+    names = check_measurements(measure)
     divisor = _tensor(state.scale)
     unscaled = divide(grads, divisor)
     finite, squarable = _all_finite_and_squarable(unscaled, divisor.device)
@@ -167,6 +168,8 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         flags = flags._replace(too_large=too_large)
     if flags.amax is not None:
         flags = flags._replace(amax=_to_float32(flags.amax, device))
+    if flags.above_edge is not None:
+        flags = flags._replace(above_edge=_to_float32(flags.above_edge, device))
     after = advance(policy, before, flags, where=torch.where)
     pairs = zip(after, before, strict=True)
     return type(before)(*(new.to(old.dtype) for new, old in pairs))

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lossscale.core import trees
-from lossscale.torch.gradient import common_device, move, values
+from lossscale.core.measurements import (
+    AboveEdge,
+    Measurement,
+    find_edge,
+    list_fields,
+)
+from lossscale.torch.gradient import common_device, move, upcast, values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +27,7 @@ _BITS = {
 
 
 def measure(
-    grads: Any, unscaled: Any, names: frozenset[str], device: torch.device
+    grads: Any, unscaled: Any, names: frozenset[Measurement], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Measure what was asked for; sums are kept in float64.
 
@@ -60,7 +66,10 @@ def measure(
         "zero_fraction": lambda: fraction([_magnitude(x) < 1 for x in scaled]),
         "subnormal_fraction": lambda: fraction([_subnormal(x) for x in scaled]),
     }
-    return {name: measures[name]() for name in sorted(names)}
+    edge = find_edge(names)
+    if edge is not None:
+        measures["above_edge"] = lambda: fraction([_above(x, edge) for x in scaled])
+    return {name: measures[name]() for name in list_fields(names)}
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:
@@ -85,6 +94,12 @@ def _magnitude(x: torch.Tensor) -> torch.Tensor:
     """
     kind, _ = _BITS[x.dtype]
     return x.view(kind) & torch.iinfo(kind).max
+
+
+def _above(x: torch.Tensor, edge: AboveEdge) -> torch.Tensor:
+    """Return which values have a magnitude above an edge."""
+    magnitudes = upcast(x).abs()
+    return magnitudes >= edge.edge if edge.inclusive else magnitudes > edge.edge
 
 
 def _subnormal(x: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,12 @@
 """`Headroom`: the scale that the largest recent gradient allows, less a margin."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from lossscale.core import validation
 from lossscale.core.data_policies.octaves import round_up_to_power
 from lossscale.core.data_policies.rule_based import RuleBased, observe_magnitude
+from lossscale.core.measurements import Measurement
 from lossscale.core.state import Array, Signal, State, Where
 
 
@@ -56,8 +57,6 @@ class Headroom(RuleBased):
         (2048.0, 1, 0)
     """
 
-    wants: ClassVar[tuple[str, ...]] = ("amax",)
-
     margin: float = 3.0
     """Doublings between the largest recent gradient and the maximum of the format."""
 
@@ -77,6 +76,11 @@ class Headroom(RuleBased):
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def wants(self) -> tuple[Measurement, ...]:
+        """The measurements that the policy reads besides the flags."""
+        return ("amax",)
 
     def init(self) -> State:
         """Return the first state: nothing seen."""

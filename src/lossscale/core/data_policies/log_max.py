@@ -3,7 +3,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from lossscale.core import validation
 from lossscale.core.data_policies.octaves import exp2_floor, log2, square_root
@@ -12,6 +12,7 @@ from lossscale.core.data_policies.rule_based import (
     RuleBased,
     observe_magnitude,
 )
+from lossscale.core.measurements import Measurement
 from lossscale.core.state import Array, Signal, State, Where
 
 
@@ -66,8 +67,6 @@ class LogMax(RuleBased):
         8192.0
     """
 
-    wants: ClassVar[tuple[str, ...]] = ("amax",)
-
     deviations: float = 3.09
     """Standard deviations above the mean that must fit: 3.09 is the 99.9 % quantile of
     a normal distribution."""
@@ -94,6 +93,11 @@ class LogMax(RuleBased):
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def wants(self) -> tuple[Measurement, ...]:
+        """The measurements that the policy reads besides the flags."""
+        return ("amax",)
 
     def init(self) -> State:
         """Return the first state: nothing seen, a spread of one octave."""

@@ -2,8 +2,9 @@
 """What the data policies share: the rule that they fall back to, and its bounds."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
+from lossscale.core.measurements import Measurement
 from lossscale.core.policies import Dynamic
 from lossscale.core.rule import transition
 from lossscale.core.state import Array, ScaleState, Signal, State, Where
@@ -18,9 +19,6 @@ NEVER = 2**31 - 2
 class RuleBased:
     """A policy that holds a `Dynamic` and follows it where it knows nothing better."""
 
-    wants: ClassVar[tuple[str, ...]] = ()
-    """The fields of a `Signal` that the policy reads besides the flags."""
-
     rule: Dynamic = field(default_factory=Dynamic)
     """Where the scale starts, its bounds, and what an overflow does to it."""
 
@@ -29,6 +27,11 @@ class RuleBased:
         if not isinstance(self.rule, Dynamic):
             message = f"rule must be a Dynamic, got {format_value(self.rule)}."
             raise SettingTypeError(message)
+
+    @property
+    def wants(self) -> tuple[Measurement, ...]:
+        """The measurements that the policy reads besides the flags."""
+        return ()
 
     @property
     def hold_on_nonfinite_loss(self) -> bool:

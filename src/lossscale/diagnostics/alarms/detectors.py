@@ -31,12 +31,24 @@ def find_backoffs(
         return None
     first, now = lowered[0][0], window[-1]
     names = _names(before for before, _ in lowered)
+    raised = sum(
+        after.scale > before.scale
+        for before, after in pairwise(window)
+        if before.step >= first.step
+    )
     loss = "finite and is rising" if rising else "finite"
+    moves = f"from {first.scale:,.10g} to {now.scale:,.10g}"
+    if raised:
+        # The scale does follow the gradients: they are not known to grow.
+        times = "once" if raised == 1 else f"{raised} times"
+        moves = f"and raised {times} in between, {moves}"
+        meaning = "now and then a step overflows at the scales that it is raised to"
+    else:
+        meaning = "the gradients are growing faster than the scale can follow"
     message = (
         f"The scale was lowered {len(lowered)} times within "
-        f"{now.step - first.step + 1:,} steps, from {first.scale:,.10g} to "
-        f"{now.scale:,.10g}, and the loss was {loss}: the gradients are growing faster "
-        f"than the scale can follow{_join_names(names)}."
+        f"{now.step - first.step + 1:,} steps, {moves}, and the loss was {loss}: "
+        f"{meaning}{_join_names(names)}."
     )
     return Alarm(
         "back-offs", now.step, _find_last_applied(recent, first.step), message, names
@@ -73,11 +85,11 @@ def find_nan(
 ) -> Alarm | None:
     """Look for NaN that no infinity came with."""
     streak = recent[-rules.nan_steps :]
-    if len(streak) < rules.nan_steps or not all(map(_is_nan_alone, streak)):
+    if len(streak) < rules.nan_steps or not all(map(is_nan_alone, streak)):
         return None
     # The streak may be longer: its first step is the evidence.
     start = len(recent) - 1
-    while start > 0 and _is_nan_alone(recent[start - 1]):
+    while start > 0 and is_nan_alone(recent[start - 1]):
         start -= 1
     now, names = recent[-1], _names(recent[start:])
     what = "loss was" if now.cause == "loss" else "gradients were"
@@ -203,7 +215,7 @@ def _loss_was_finite(record: StepRecord) -> bool:
     )
 
 
-def _is_nan_alone(record: StepRecord) -> bool:
+def is_nan_alone(record: StepRecord) -> bool:
     """Whether a step was skipped for NaN, and no tensor was infinite."""
     if record.applied:
         return False

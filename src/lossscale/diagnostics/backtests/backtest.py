@@ -104,7 +104,7 @@ def backtest(
         dtype=run.dtype,
         recorded=describe_recorded(material),
         outcomes=run_all(by_name, material, on_progress),
-        remarks=tuple(list_remarks(material)),
+        remarks=tuple(list_remarks(material, by_name)),
     )
 
 

@@ -3,11 +3,13 @@
 
 import os
 from collections import deque
+from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
 from lossscale.core.validation import format_value
 from lossscale.diagnostics.alarms import Alarm
+from lossscale.diagnostics.alarms.detectors import is_nan_alone
 from lossscale.diagnostics.explanation.evidence import (
     Recovery,
     RunExplanation,
@@ -130,12 +132,35 @@ def _find_step(run: RunFile, step: int) -> StepRecord:
 def _choose(
     run: RunFile, alarms: tuple[Alarm, ...], first: StepRecord | None
 ) -> StepRecord | None:
-    """Return the skipped step that led to the first alarm, or else the first one."""
-    if alarms and alarms[0].last_good_step is not None:
-        target = _find_skipped(run, alarms[0].last_good_step)
-        if target is not None and target.step <= alarms[0].step:
-            return target
-    return first
+    """Return the skipped step that led to the first alarm, or else the first one.
+
+    That is the first skip of the streak that ends at the alarm. An alarm of lowered
+    scales may be raised by the step after it.
+    """
+    if not alarms:
+        return first
+    alarm = alarms[0]
+    target = None
+    for record in _read_back(run, alarm.step):
+        if record.applied:
+            if target is not None or record.step < alarm.step:
+                break
+        elif alarm.kind == "nan" and target is not None and not is_nan_alone(record):
+            break
+        else:
+            target = record
+    if target is None and alarm.last_good_step is not None:
+        later = _find_skipped(run, alarm.last_good_step)
+        target = later if later is not None and later.step <= alarm.step else None
+    return first if target is None else target
+
+
+def _read_back(run: RunFile, last: int) -> Iterator[StepRecord]:
+    """Yield the steps up to one, the last of them first."""
+    for block in reversed(run.blocks):
+        if block.first <= last:
+            records = list(run.records(block.first, min(block.last, last)))
+            yield from reversed(records)
 
 
 def _is_at_the_end(run: RunFile, target: StepRecord) -> bool:

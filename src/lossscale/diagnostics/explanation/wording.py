@@ -52,6 +52,8 @@ def _where(case: "RunExplanation") -> Iterator[str]:
     more = len(case.nonfinite) - len(names)
     suffix = f" and {more:,} more" if more else ""
     yield f"Not finite, in the order of the backward pass: {', '.join(names)}{suffix}."
+    if case.loss_finite is False:
+        return  # the gradients follow from the loss: none of them broke
     if case.nearest_finite is not None:
         yield (
             f"The backward pass still had the gradient of {case.nearest_finite} "
@@ -164,7 +166,7 @@ def _limits(case: "RunExplanation") -> Iterator[str]:
         missing.append("names of tensors (give the recorder names=)")
     if case.trend is None and case.sample is None:
         missing.append("largest magnitudes (measure amax)")
-    if case.loss is None:
+    if case.loss_finite is None:
         missing.append("the loss")
     if missing:
         yield f"The record does not have {_join(missing)}."
