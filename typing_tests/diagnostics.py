@@ -1,6 +1,6 @@
 """The types that a user of `lossscale.diagnostics` sees."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from typing_extensions import assert_type
@@ -19,6 +19,7 @@ from lossscale.diagnostics import (
     RunFile,
     StepRecord,
     TensorStatistics,
+    UpdateStatistics,
     backtest,
     build_report,
     explain_run,
@@ -70,6 +71,9 @@ def read(path: Path) -> None:
 def attach(path: Path, report: StepReport) -> ReportLike:
     GradScaler("cpu", on_step=Recorder(path))
     assert_type(report.statistics, TensorStatistics | None)
+    if report.statistics is not None and report.statistics.updates is not None:
+        assert_type(report.statistics.updates, UpdateStatistics)
+        assert_type(report.statistics.updates.lost, Sequence[float])
     return report
 
 

@@ -14,11 +14,19 @@ import math
 import os
 import warnings
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lossscale.diagnostics import Recorder, RecordWarning, build_report, read_run
+from lossscale.diagnostics import (
+    Recorder,
+    RecordWarning,
+    UpdateStatistics,
+    build_report,
+    measure_tensors,
+    read_run,
+)
 from lossscale.diagnostics.alarms import KINDS, scan
 from lossscale.diagnostics.records.run_file import rollup_path
 from lossscale.errors import StateError
@@ -63,8 +71,23 @@ EVENT = st.dictionaries(
     ),
     max_size=2,
 )
+UPDATE = st.tuples(
+    *map(st.sampled_from, ((0, 1, 2), (0.5, None), (0.5, 1), ("float16",), (0, 1)))
+).map(list)
+CHANGED = st.tuples(UPDATE, st.integers(0, 4), JSON).map(
+    lambda drawn: [*drawn[0][: drawn[1]], drawn[2], *drawn[0][drawn[1] + 1 :]]
+)
+STATISTICS = st.builds(
+    lambda updates: {
+        "statistics": {"step": 1, "scale": 8.0, "tensors": [], "updates": updates}
+    },
+    st.lists(UPDATE | CHANGED | st.lists(JSON, max_size=6), max_size=3) | JSON,
+)
+"""Lines in which all but the updates is as it should be."""
 LINE = (
-    st.one_of(STEP, EVENT, JSON).map(lambda value: json.dumps(value).encode())
+    st.one_of(STEP, EVENT, STATISTICS, JSON).map(
+        lambda value: json.dumps(value).encode()
+    )
     | st.binary(max_size=20)
     | st.sampled_from([b"[" * 5000, b'{"a":' * 5000, b"1" * 5000, b"[1,0,8,1", b"[]"])
 )
@@ -79,6 +102,9 @@ def run(tmp_path_factory):
             recorder.record(
                 scale=8.0, applied=step % 3 > 0, loss=1.0, nonfinite={"a": "nan"}
             )
+        statistics = measure_tensors({"a": np.ones(2), "b": np.zeros(3)})
+        updates = UpdateStatistics(["a"], [0.5], [0.25], ["float16"], [False])
+        recorder.record_statistics(statistics._replace(updates=updates), scale=8.0)
     rolled = rollup_path(path).read_bytes()
     return path, path.read_bytes().splitlines(keepends=True), rolled
 
@@ -113,6 +139,10 @@ def check_reading(path, content, rolled=None):
     for block in found.blocks:
         for sample in found.statistics(block.offset, block.size):
             assert 0 < sample.scale < math.inf
+            for row in sample.updates or ():
+                assert row.ratio is None or 0 <= row.ratio < math.inf
+                assert 0 <= row.lost <= 1
+                assert isinstance(row.name, str)
     assert {alarm.kind for alarm in scan(records)} <= set(KINDS)
     return found
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from helpers import updates
 from helpers.optimizers import (
     ONE_OF_EACH,
     SETTINGS,
@@ -207,7 +208,12 @@ def checks(
                 f"{setting} {kind}",
                 lambda setting=setting, kind=kind: check_setting(device, setting, kind),
             )
+            yield (
+                f"measured {setting} {kind}",
+                lambda s=setting, kind=kind: updates.check_setting(device, s, kind),
+            )
     for setting in ONE_OF_EACH:
+        yield from measured(device, setting, block)
         yield f"sizes {setting}", lambda s=setting: check_sizes(device, s, block)
         yield f"unaligned {setting}", lambda s=setting: check_unaligned(device, s)
         yield f"missing {setting}", lambda s=setting: check_missing(device, s)
@@ -233,6 +239,22 @@ def checks(
             yield f"graph masters={masters}", lambda m=masters: check_graph(m)
     if large:
         yield "large", lambda: check_large(device)
+
+
+def measured(device, setting, block):
+    """Yield the checks of what a step adds to the weights."""
+    for name, check in (
+        ("groups", lambda: updates.check_groups(device, setting)),
+        ("sizes", lambda: updates.check_sizes(device, setting, block)),
+        ("tiny", lambda: updates.check_tiny(device, setting)),
+        ("scaler", lambda: updates.check_with_scaler(device, setting)),
+    ):
+        yield f"measured {name} {setting}", check
+    for kind in KINDS:
+        yield (
+            f"measured bits {setting} {kind}",
+            lambda kind=kind: updates.check_same_bits(device, setting, kind),
+        )
 
 
 def check_setting(device, setting, kind):

@@ -9,7 +9,7 @@ Adapters do not import this package.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lossscale.core.statistics import TensorStatistics
+from lossscale.core.statistics import TensorStatistics, UpdateStatistics
 from lossscale.diagnostics.alarms import Alarm, AlarmRules
 from lossscale.diagnostics.explanation import RunExplanation, explain_run
 from lossscale.diagnostics.loggers.jax import record_in_jit
@@ -53,6 +53,7 @@ __all__ = [
     "Simulation",
     "StepRecord",
     "TensorStatistics",
+    "UpdateStatistics",
     "backtest",
     "build_report",
     "explain_run",

@@ -10,6 +10,7 @@ the parts that the scaler is composed of in `scaler`.
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
@@ -851,9 +852,18 @@ class GradScaler(torch.amp.GradScaler):
             return None
         if treats_call_as_applied(optimizer) and bool(found_inf):
             return None
-        return fused_optimizers.step_with_grad_scale(
-            optimizer, stepped, arguments, grad_scale, found_inf
-        )
+        with self._measure_update(optimizer):
+            return fused_optimizers.step_with_grad_scale(
+                optimizer, stepped, arguments, grad_scale, found_inf
+            )
+
+    def _measure_update(
+        self, optimizer: torch.optim.Optimizer
+    ) -> AbstractContextManager[None]:
+        """Return a context in which a step is measured, if the callback wants it."""
+        if not self._sampler.is_listening:
+            return _NO_CONTEXT
+        return self._checker.measure_update(optimizer, self._iteration)
 
     def _step_with_closure(
         self,
@@ -878,14 +888,15 @@ class GradScaler(torch.amp.GradScaler):
         stepped = given if given is optimizer else choose_stepped(optimizer, given)
         result = None
         if not any(flag.item() for flag in step.found_inf.values()):
-            result = closures.step_with_closure(
-                optimizer,
-                stepped,
-                closure,
-                arguments,
-                rewind=step.rewind,
-                unscale_and_check=partial(self._unscale_for_closure, step),
-            )
+            with self._measure_update(optimizer):
+                result = closures.step_with_closure(
+                    optimizer,
+                    stepped,
+                    closure,
+                    arguments,
+                    rewind=step.rewind,
+                    unscale_and_check=partial(self._unscale_for_closure, step),
+                )
         step.mark_stepped()
         return result
 
@@ -1293,6 +1304,8 @@ _PACKAGE = f"{__package__}."
 
 _OWN = dict(vars(GradScaler))
 """The methods as they are here, which most scalers have."""
+
+_NO_CONTEXT = nullcontext()
 
 _KEEP_SCALE = ScaleUpdate(Fixed(), in_float64=False)
 """Counts a step, and leaves the scale to the caller."""

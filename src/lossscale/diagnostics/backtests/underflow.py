@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lossscale.diagnostics.formats import FORMATS
-from lossscale.diagnostics.records.run_file import RunFile, Statistics
+from lossscale.diagnostics.records.run_file import RunFile
+from lossscale.diagnostics.records.statistics_line import Statistics
 from lossscale.diagnostics.report.tensors import dtype_of
 
 MOST_PARTS = 64

@@ -300,7 +300,8 @@ class Recorder:
         """Record what the stored gradients of a step look like, tensor by tensor.
 
         Args:
-            statistics: What `measure_tensors` returns, or what a kernel has measured.
+            statistics: What `measure_tensors` returns, or what a kernel has measured;
+                its `updates`, if it has them, are recorded too.
             scale: The scale that the gradients carried.
             step: Which step it is; by default the last that was recorded.
         """

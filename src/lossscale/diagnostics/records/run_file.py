@@ -14,27 +14,17 @@ from lossscale.diagnostics.records.blocks import (
     TensorBlock,
     summarize,
 )
-from lossscale.diagnostics.records.layout import (
-    Event,
-    decode_statistics,
-    decode_step,
-)
+from lossscale.diagnostics.records.layout import Event, decode_step
 from lossscale.diagnostics.records.lines import read_lines
+from lossscale.diagnostics.records.statistics_line import (
+    Statistics,
+    decode_statistics,
+)
 from lossscale.diagnostics.records.steps import StepRecord
 
 
 class RecordWarning(UserWarning):
     """A part of a recorded run could not be read, or not be written."""
-
-
-class Statistics(NamedTuple):
-    """The statistics of one step, as `TensorStatistics` describes them."""
-
-    step: int
-    scale: float
-    """The scale that the gradients carried."""
-    tensors: list[list[Any]]
-    """Rows of name, size, amax, zeros, subnormals, first exponent and counts."""
 
 
 class Malformed(NamedTuple):
@@ -139,7 +129,7 @@ class RunFile:
                 if isinstance(line.value, dict):
                     found = decode_statistics(line.value["statistics"], self.names)
                     if found is not None:
-                        yield Statistics(*found)
+                        yield found
 
     def _records_of(self, file: BinaryIO, block: Block) -> Iterator[StepRecord]:
         """Yield the steps of a block that no later one replaced."""

@@ -20,15 +20,11 @@ from lossscale.diagnostics.records.blocks import (
     TensorBlock,
     TensorRow,
 )
-from lossscale.diagnostics.records.layout import (
-    as_list,
-    encode,
-    encode_statistics,
-    encode_step,
-)
+from lossscale.diagnostics.records.layout import encode, encode_step
 from lossscale.diagnostics.records.reader import scan_run, warn_of_malformed
 from lossscale.diagnostics.records.rollup import ROLLUP_FORMAT, encode_block
 from lossscale.diagnostics.records.run_file import RunFile, rollup_path
+from lossscale.diagnostics.records.statistics_line import as_list, encode_statistics
 from lossscale.diagnostics.records.steps import StepRecord
 from lossscale.errors import LossScaleError
 
@@ -123,6 +119,8 @@ class RunWriter:
     ) -> None:
         """Add the statistics of a step."""
         self.add_names(statistics.names)
+        if statistics.updates is not None:
+            self.add_names(statistics.updates.names)
         text = encode_statistics(statistics, self.positions, step=step, scale=scale)
         self._lines.append(f"{text}\n")
         self._end += len(text) + 1

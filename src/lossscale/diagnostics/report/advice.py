@@ -20,7 +20,10 @@ def give_advice(run: "Summary") -> Iterator[str]:
     if not run.steps:
         yield "No step was recorded. Check that the recorder is called after each step."
         return
-    parts = (_about_alarms, _about_skips, _about_underflow, _about_scale)
+    parts = (
+        *(_about_alarms, _about_skips, _about_underflow, _about_updates),
+        _about_scale,
+    )
     advice = [text for part in parts for text in part(run)]
     yield from advice or [_nothing_to_change(run)]
     yield from _about_record(run)
@@ -125,6 +128,22 @@ def _about_underflow(run: "Summary") -> Iterator[str]:
 
 
 _MUCH = 0.5
+
+
+def _about_updates(run: "Summary") -> Iterator[str]:
+    updates = run.updates
+    if updates is None or updates.worst is None:
+        return
+    worst, others = updates.worst, updates.unkept - 1
+    also = ""
+    if others:
+        tensors = "1 other tensor" if others == 1 else f"{others:,} other tensors"
+        also = f"; {tensors} lost more than half of theirs"
+    yield (
+        f"At step {updates.step:,}, {percent(worst.lost)} of the numbers of "
+        f"{worst.name} did not change, because their updates were rounded away in "
+        f"{worst.dtype}{also}. Use master_weights=True: a float32 master adds them up."
+    )
 
 
 def _about_scale(run: "Summary") -> Iterator[str]:

@@ -12,6 +12,7 @@ from lossscale.diagnostics.records.blocks import Block, Overflows, add_overflows
 from lossscale.diagnostics.records.run_file import RunFile
 from lossscale.diagnostics.records.steps import CAUSES, StepRecord
 from lossscale.diagnostics.report.advice import give_advice
+from lossscale.diagnostics.report.updates import Updates, summarize_updates
 
 REPORT_FORMAT = "lossscale-report/1"
 """The format of `lossscale report --format json`."""
@@ -79,6 +80,8 @@ class Summary:
     policy: dict[str, Any]
     versions: dict[str, str]
     config: dict[str, Any]
+    updates: Updates | None = None
+    """What the last measured step added to the weights."""
     advice: tuple[str, ...] = ()
 
     @property
@@ -92,6 +95,7 @@ class Summary:
         values["bracket"] = None if self.bracket is None else self.bracket._asdict()
         values["alarms"] = [alarm._asdict() for alarm in self.alarms]
         values["tensors"] = [tensor._asdict() for tensor in self.tensors]
+        values["updates"] = None if self.updates is None else self.updates.as_json()
         return {key: _finite_or_none(value) for key, value in values.items()}
 
 
@@ -142,6 +146,7 @@ def summarize_run(run: RunFile) -> Summary:
             k: str(v) for k, v in _mapping(run.header.get("versions")).items()
         },
         "config": _mapping(run.header.get("config")),
+        "updates": summarize_updates(run),
     }
     summary = Summary(**values)
     return Summary(**values, advice=tuple(give_advice(summary)))

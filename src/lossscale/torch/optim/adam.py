@@ -17,6 +17,7 @@ from lossscale.torch.optim.eager import (
     unscale,
     working_dtype,
 )
+from lossscale.torch.optim.formulas import Kept, add_by_adam
 from lossscale.torch.optim.optimizer import (
     HALF,
     MASTER,
@@ -81,6 +82,17 @@ class _AdamStep(ScaledOptimizer):
         for param, step in zip(params, tables.steps, strict=True):
             self.state[param]["step"] = step
         return tables
+
+    def compute_update(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        kept: Kept,
+        count: float,
+        group: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Return what a step adds to a weight, before it is rounded."""
+        return add_by_adam(weight, grad, kept, count, group)
 
     def _update_group(self, group: dict[str, Any], scale: HostScale) -> None:
         if not self._update_on_host(group, scale):

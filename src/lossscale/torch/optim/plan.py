@@ -20,6 +20,7 @@ from lossscale.torch.devices import is_capturing
 from lossscale.torch.distributed.dtensor import as_dtensor, local_shard
 from lossscale.torch.inspection import kernel_backend
 from lossscale.torch.inspection.layout_cache import layout_of
+from lossscale.torch.optim.measurement import UpdateMeasurement, describe_weight
 from lossscale.torch.torch_internals import all_addresses_equal
 
 if TYPE_CHECKING:
@@ -159,21 +160,39 @@ class StepPlan:
         found_inf: torch.Tensor | None,
         *,
         write_back: bool,
+        measurement: UpdateMeasurement | None,
     ) -> None:
-        """Update what the kernels update."""
+        """Update what the kernels update.
+
+        Args:
+            optimizer: The optimizer.
+            grads: The gradients of all parameters.
+            grad_scale: What divides them, if they are scaled.
+            found_inf: 1.0 to skip the step, else 0.0.
+            write_back: Whether to write the unscaled gradients.
+            measurement: Given what is added to the weights, if that is measured.
+        """
         for plan in self.devices:
             own = grads
             if not plan.has_all:
                 own = [None if at is None else grads[at] for at in plan.positions]
             if self._has_shards:
                 own = [None if grad is None else local_shard(grad) for grad in own]
-            plan.tables.apply(
+            measured = plan.tables.apply(
                 own,
                 optimizer.param_groups,
                 grad_scale,
                 found_inf,
                 write_back=write_back,
+                measure=measurement is not None,
             )
+            if measurement is not None and measured is not None:
+                pairs = zip(plan.members, plan.positions, strict=True)
+                weights = [
+                    None if at is None else describe_weight(optimizer, member.param, at)
+                    for member, at in pairs
+                ]
+                measurement.add(weights, *measured)
 
 
 def _keys_of(optimizer: "ScaledOptimizer") -> list[object]:

@@ -16,6 +16,7 @@ from lossscale.torch.optim.eager import (
     unscale,
     working_dtype,
 )
+from lossscale.torch.optim.formulas import Kept, add_by_sgd
 from lossscale.torch.optim.optimizer import (
     MASTER,
     ScaledOptimizer,
@@ -132,6 +133,17 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
         from lossscale.torch.optim.kernels.tables import SgdTables  # noqa: PLC0415
 
         return SgdTables(rows, len(self.param_groups))
+
+    def compute_update(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        kept: Kept,
+        count: float,  # noqa: ARG002
+        group: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Return what a step adds to a weight, before it is rounded."""
+        return add_by_sgd(weight, grad, kept, group)
 
     def _update_group(self, group: dict[str, Any], scale: HostScale) -> None:
         params: list[torch.Tensor] = group["params"]

@@ -6,7 +6,8 @@ subclasses to torch's own operation, shares flags with other ranks, and lets a l
 was not finite skip the step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -156,6 +157,31 @@ class GradientChecker:
         if self._sampler.is_due():
             name_of = self._options.names.name_of
             self._sampler.sample(live.iteration, optimizer, collected, name_of)
+
+    @contextmanager
+    def measure_update(
+        self, optimizer: torch.optim.Optimizer, iteration: Iteration
+    ) -> Iterator[None]:
+        """Have one of our optimizers measure the step within, if it is wanted.
+
+        Args:
+            optimizer: The optimizer; no other than ours can measure.
+            iteration: The iteration that the step belongs to.
+        """
+        if not isinstance(optimizer, ScaledOptimizer) or not self._sampler.is_due():
+            yield
+            return
+        optimizer.measure_next_update()
+        try:
+            yield
+        except BaseException:
+            optimizer.take_measurement()
+            raise
+        measurement = optimizer.take_measurement()
+        if measurement is not None:
+            name_of = self._options.names.name_of
+            names = {at: name_of(optimizer, at) for at in measurement.positions}
+            self._sampler.add_update(iteration, measurement, names.__getitem__)
 
     def share_flags(
         self, optimizer: torch.optim.Optimizer, found_inf: FoundInf, live: LiveState

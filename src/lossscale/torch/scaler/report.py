@@ -182,7 +182,9 @@ class StepReport:
 
         `None` unless the `on_step` callback has a method `wants_statistics` that
         returned true for the index of this step, as a `Recorder` does every 50 steps.
-        Of a DTensor it describes the shard of this rank.
+        Of a DTensor it describes the shard of this rank. Its `updates` is what the
+        optimizers of `lossscale.torch.optim` have added to their weights; `None` if
+        none of them took the step.
         """
         return None if self._sampled is None else self._sampled.read()
 

@@ -89,6 +89,10 @@ class KernelLauncher:
         if found is not None:  # the interpreter compiles nothing
             self._compiled[key] = CompiledKernel(found)
 
+    def has_compiled(self, kernel: Kernel, constants: tuple[object, ...]) -> bool:
+        """Whether a kernel was launched with these constants before."""
+        return (id(kernel), constants) in self._compiled
+
 
 class CompiledKernel:
     """A kernel that was compiled and launched once.

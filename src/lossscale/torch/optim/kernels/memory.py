@@ -15,6 +15,8 @@ COLUMNS = tl.constexpr(8)
 """The length of a row of addresses."""
 SCALARS = tl.constexpr(16)
 """The length of a row of numbers, of a group or of a parameter."""
+SUMS = tl.constexpr(3)
+"""How many numbers a measured step writes for each chunk."""
 
 
 @triton.jit
@@ -74,3 +76,32 @@ def multiply_add(factor, values, addend):
         addend: As many elements.
     """
     return tl.fma(factor + tl.zeros_like(values), values, addend)
+
+
+@triton.jit
+def measure_update(
+    sums, update, weight, before, after, lane, left, masked: tl.constexpr
+):
+    """Write what a chunk adds to the statistics of its tensor's update.
+
+    Sums of squares are added up in float64: an update of 1e-23 has a square that
+    float32 cannot hold.
+
+    Args:
+        sums: Where to: the update's sum of squares, the weight's, and how many numbers
+            of the parameter stayed as they were although their update is not zero.
+        update: What is added to the weight, before the sum is rounded.
+        weight: The weight before the step.
+        before: The parameter before the step, in float32.
+        after: The same after the step.
+        lane: The indexes of the elements.
+        left: How many elements there are.
+        masked: Whether there are fewer than the chunk can have.
+    """
+    if masked:
+        update = tl.where(lane < left, update, 0.0)
+    added, known = update.to(tl.float64), weight.to(tl.float64)
+    is_lost = (update != 0.0) & (after == before)
+    tl.store(sums, tl.sum(added * added))
+    tl.store(sums + 1, tl.sum(known * known))
+    tl.store(sums + 2, tl.sum(tl.where(is_lost, 1.0, 0.0)).to(tl.float64))
