@@ -140,7 +140,7 @@ def summarize_run(run: RunFile) -> Summary:
         "tensors": _sum_overflows(blocks),
         "bracket": _find_bracket(run, alarms),
         "dtype": run.dtype,
-        "device": str(run.header.get("device") or "unknown"),
+        "device": run.device,
         "policy": _mapping(run.header.get("policy")),
         "versions": {
             k: str(v) for k, v in _mapping(run.header.get("versions")).items()

@@ -88,11 +88,8 @@ BROKEN = -1.0
 
 
 def dtype_of(run: RunFile, index: int) -> str:
-    """Return the format of a tensor's gradient."""
-    dtypes = run.header.get("dtypes")
-    if isinstance(dtypes, list) and index < len(dtypes) and dtypes[index] in FORMATS:
-        return str(dtypes[index])
-    return run.dtype
+    """Return the format that limits a tensor's gradient."""
+    return run.dtypes[index] if index < len(run.dtypes) else run.dtype
 
 
 def _extremes(run: RunFile) -> tuple[Any, ...] | None:
