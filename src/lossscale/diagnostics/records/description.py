@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from lossscale.diagnostics.formats import FORMATS
-from lossscale.diagnostics.records.layout import plain_mapping
+from lossscale.diagnostics.records.layout import is_format_list, plain_mapping
 
 
 def describe_formats(
@@ -53,9 +53,3 @@ def merge_description(
     if not header.get("names") and type(ordered) is int:
         header["names"] = list(names[: max(0, ordered)])
 
-
-def is_format_list(value: Any) -> bool:
-    """Whether a value is a list of formats."""
-    return isinstance(value, list) and all(
-        isinstance(dtype, str) and dtype in FORMATS for dtype in value
-    )

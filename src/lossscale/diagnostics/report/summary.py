@@ -100,6 +100,11 @@ class Summary:
 
 
 def _finite_or_none(value: Any) -> Any:
+    """Return a value with `None` for what strict JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: _finite_or_none(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite_or_none(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
