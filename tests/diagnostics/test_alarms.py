@@ -71,6 +71,30 @@ def test_back_offs_that_are_far_apart_are_healthy():
     assert [] == alarms(backing_off(8, every=60))
 
 
+def growing_and_backing_off(count, interval=20):
+    """Return a run that overflows after each of so many growths, and goes on."""
+    records, number = healthy(1, 50), 50
+    for _ in range(count):
+        records.append(skip(number + 1, 2048.0, nonfinite=(("a", "inf"),)))
+        records += healthy(number + 2, number + interval)
+        number += interval
+    return records
+
+
+@pytest.mark.parametrize("policy", [None, describe_policy(Dynamic(growth_interval=20))])
+def test_back_offs_that_follow_growths_are_healthy(policy):
+    assert [] == alarms(growing_and_backing_off(20), policy=policy)
+
+
+def test_the_noise_of_a_few_losses_is_no_rise():
+    """With a growth interval of 4, two losses would make the half of a window."""
+    policy = describe_policy(Dynamic(growth_interval=4))
+    records = healthy(1, 120, loss=2.0)
+    records += [skip(121, 1024.0, loss=2.0), skip(122, 512.0, loss=4.0)]
+    records += healthy(123, 130, 256.0, loss=4.0)
+    assert [] == alarms(records, policy=policy)
+
+
 def test_two_back_offs_are_enough_if_the_loss_is_rising():
     records = [
         record._replace(loss=1.0 if record.step < 50 else 2.0)

@@ -21,9 +21,11 @@ from lossscale.diagnostics import (
     read_run,
 )
 from lossscale.diagnostics.formats import FORMATS
+from lossscale.diagnostics.records import run_file
 from lossscale.diagnostics.records.columns import read_columns
+from lossscale.diagnostics.records.layout import decode_step
 from lossscale.diagnostics.records.steps import CAUSES
-from lossscale.diagnostics.report import levels, page
+from lossscale.diagnostics.report import levels, page, summary
 from lossscale.diagnostics.report.buckets import fit, from_blocks, from_columns
 from lossscale.diagnostics.report.levels import make_levels
 from lossscale.diagnostics.report.tensors import BROKEN, make_heat_map, outcome
@@ -259,6 +261,41 @@ def test_advice_brackets_the_layer_that_broke(tmp_path):
         if "look between" in text
     ]
     assert "At step 1 the backward pass had c finite, and b no longer" in text
+
+
+def test_the_bracket_is_found_in_one_read_of_a_block(tmp_path, monkeypatch):
+    """NaN in every tensor has no bracket: the time must not grow with the tensors."""
+    path = tmp_path / "run.jsonl"
+    names = [f"layer{i}" for i in range(40)]
+    with Recorder(path, names=names, writers=(), alarms=None) as recorder:
+        for step in range(1, 3 * 1_024 + 1):
+            bad = step % 50 == 0
+            broken = dict.fromkeys(names, "nan") if bad else ()
+            recorder.record(scale=8.0, applied=not bad, cause="nan", nonfinite=broken)
+    run = read_run(path)
+    decoded = []
+
+    def decode(row, names):
+        decoded.append(row[0])
+        return decode_step(row, names)
+
+    monkeypatch.setattr(run_file, "decode_step", decode)
+    assert summary._find_bracket(run, ()) is None
+    assert list(range(1, 3 * 1_024 + 1)) == decoded
+    monkeypatch.setattr(summary, "_MOST_BLOCKS", 2)
+    decoded.clear()
+    assert summary._find_bracket(run, ()) is None
+    assert 2 * 1_024 == len(decoded)
+
+
+def test_a_bracket_after_a_step_without_one_is_found(tmp_path):
+    """Every tensor breaks in step 1; step 2 breaks in the first alone."""
+    path = tmp_path / "run.jsonl"
+    with Recorder(path, names=["a", "b"], writers=()) as recorder:
+        recorder.record(scale=8.0, applied=False, nonfinite={"a": "inf", "b": "inf"})
+        recorder.record(scale=8.0, applied=False, nonfinite={"a": "inf"})
+    bracket = {"step": 2, "broken": "a", "nearest_finite": "b"}
+    assert bracket == summary_of(path)["bracket"]
 
 
 def test_a_run_of_zeros_is_told_to_scale(tmp_path):

@@ -41,6 +41,7 @@ from lossscale.torch.scaler import (
     options,
     outcome,
 )
+from lossscale.torch.scaler.description import Describe, describe_run, find_describe
 from lossscale.torch.scaler.gradient_checker import GradientChecker, LiveState
 from lossscale.torch.scaler.history import OnStep, make_history
 from lossscale.torch.scaler.iteration import FAILED, Iteration, OptimizerStep
@@ -202,6 +203,8 @@ class GradScaler(torch.amp.GradScaler):
     def _make_caches(self) -> None:
         """Create what is never pickled."""
         self._current: Iteration | None = None
+        self._describe = find_describe(self._history.on_step)
+        """What is told of the run at the first step; `None` if that is over."""
         self._sampler = StatisticsSampler(self._history.on_step)
         self._checker = GradientChecker(
             self._options, super()._unscale_grads_, self._sampler
@@ -868,7 +871,33 @@ class GradScaler(torch.amp.GradScaler):
         elif new_scale is not None:
             scale.copy_(new_scale.reshape(()))
         if outcomes is not None:
+            if self._describe is not None:
+                self._describe_run(self._describe, scale.device, outcomes)
             self._history.add(report, applied=applied)
+
+    def _describe_run(
+        self,
+        describe: Describe,
+        device: torch.device,
+        outcomes: list[OptimizerOutcome],
+    ) -> None:
+        self._describe = None
+        names = self._options.names
+        describe_run(describe, self._policy(), device, names, outcomes)
+
+    def attach(self, recorder: object) -> None:
+        """Describe the run to a recorder, and measure the tensors that it wants.
+
+        A scaler does so by itself for its `on_step`. Trainers' callbacks, which are
+        handed a scaler and read its `last_step`, call it before the training.
+
+        Args:
+            recorder: A `lossscale.diagnostics.Recorder`, or what has its methods
+                `describe` and `wants_statistics`.
+        """
+        self._describe = find_describe(recorder)
+        if not self._sampler.is_listening:
+            self._sampler.listen(recorder, self._reports + 1)
 
     def _advance(
         self,
@@ -1184,6 +1213,7 @@ class GradScaler(torch.amp.GradScaler):
         state["_options"] = self._options.to_pickle()
         for name in ("_current", "_checker", "_sampler", "_schedulers", "_pool"):
             del state[name]
+        del state["_describe"]
         state.pop("scale", None)  # while a batch is watched after the alarm
         return state
 

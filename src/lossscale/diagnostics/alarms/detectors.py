@@ -25,9 +25,12 @@ def find_backoffs(
         for before, after in pairwise(window)
         if after.scale < before.scale and _loss_was_finite(before)
     ]
+    # A back-off after a growth is how a dynamic scale finds its limit: with a short
+    # growth interval there are many of them in every healthy run.
+    growths = sum(after.scale > before.scale for before, after in pairwise(window))
     rising = _loss_is_rising(window)
     needed = min(rules.backoffs, rules.backoffs_while_rising) if rising else 0
-    if len(lowered) < (needed or rules.backoffs):
+    if len(lowered) - growths < (needed or rules.backoffs):
         return None
     first, now = lowered[0][0], window[-1]
     names = _names(before for before, _ in lowered)

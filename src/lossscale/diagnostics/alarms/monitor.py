@@ -58,15 +58,23 @@ class AlarmMonitor:
             dtype: The format that its gradients are stored in.
         """
         self._rules = AlarmRules() if rules is None else rules
-        self._limits = Limits.read(self._rules, policy, dtype)
+        self._dtype = dtype
+        self._recent: deque[StepRecord] = deque()
+        self.use_policy(policy)
+        self._last_seen: dict[str, int] = {}
+        self._applied_in_a_row = 0
+        self._settled = False
+
+    def use_policy(self, policy: Mapping[str, Any] | None) -> None:
+        """Set the policy, which may be known later than the first step."""
+        self.knows_policy = policy is not None
+        """Whether the policy is known."""
+        self._limits = Limits.read(self._rules, policy, self._dtype)
         longest = max(
             self._limits.window, self._rules.trend_window, self._rules.floor_window
         )
         # Two steps more: the scale before the window, and the weights before that.
-        self._recent: deque[StepRecord] = deque(maxlen=longest + 2)
-        self._last_seen: dict[str, int] = {}
-        self._applied_in_a_row = 0
-        self._settled = False
+        self._recent = deque(self._recent, maxlen=longest + 2)
 
     def update(self, record: StepRecord) -> list[Alarm]:
         """Take a step, and return the alarms that it raises."""

@@ -131,6 +131,7 @@ def decode_step(row: Any, names: Sequence[str]) -> StepRecord | None:
         type(step) is int
         and 0 <= step < END
         and is_number(time)
+        and -END < time < END
         and is_number(scale)
         and 0.0 < scale < math.inf
         and applied in (0, 1)
@@ -236,13 +237,58 @@ def check_header(value: Any, path: str) -> dict[str, Any]:
         and columns[: len(COLUMNS)] == list(COLUMNS)
         and is_name_list(names)
         and isinstance(header.get("run"), str)
-        and header.get("dtype") in DTYPES
+        and _is_format(header.get("dtype"))
         and is_number(header.get("started"))
+        and -END < header["started"] < END
+        and _has_usable_details(header)
     )
     if not usable:
         message = f"{path} has a header that is damaged; it cannot be read."
         raise StateError(message)
     return header
+
+
+def _has_usable_details(header: dict[str, Any]) -> bool:
+    """Whether what a header may leave open is what it seems to be, where it is said."""
+    found = {name: header.get(name) for name in (*_MAPPINGS, *_TEXTS, "dtypes")}
+    known = {name: value for name, value in found.items() if value is not None}
+    try:
+        encode(header)  # refuses what is infinite, or too deep
+    except (ValueError, RecursionError):
+        return False
+    return (
+        all(isinstance(known.get(name, {}), dict) for name in _MAPPINGS)
+        and all(isinstance(known.get(name, ""), str) for name in _TEXTS)
+        and is_format_list(known.get("dtypes", []))
+    )
+
+
+_MAPPINGS = ("policy", "config", "versions")
+_TEXTS = ("name", "device", "processor")
+
+
+def is_format_list(value: Any) -> bool:
+    """Whether a value is a list of formats."""
+    return isinstance(value, list) and all(map(_is_format, value))
+
+
+def _is_format(value: Any) -> bool:
+    return isinstance(value, str) and value in DTYPES
+
+
+def parse_json(text: bytes) -> Any:
+    """Return what a strict JSON text holds: Infinity and NaN are none.
+
+    Raises:
+        ValueError: If it is not JSON.
+        RecursionError: If it is nested too deeply.
+    """
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> None:
+    message = f"{constant} is no number of JSON."
+    raise ValueError(message)
 
 
 DTYPES = (

@@ -18,6 +18,7 @@ from lossscale.diagnostics.records.blocks import (
     Block,
     BlockBuilder,
 )
+from lossscale.diagnostics.records.description import merge_description
 from lossscale.diagnostics.records.layout import (
     MOST_BYTES,
     Event,
@@ -88,6 +89,8 @@ def scan_run(
         end = os.fstat(file.fileno()).st_size
         _read_rollup(run, file, end)
         _read_rest(run, file, end, on_progress)
+    for described in run.events_of("described"):
+        merge_description(run.header, described, run.names)
     return run
 
 
@@ -148,7 +151,7 @@ def _read_rollup(run: RunFile, file: BinaryIO, end: int) -> None:
     run.tensor_blocks = [
         block for block in run.tensor_blocks if block.offset + block.size <= run.end
     ]
-    run.names = list(run.header["names"])
+    run.names = list(run.header_names)
     for event in run.events:
         run.names += event.get("names", ())
     run.events = [event for event in run.events if "names" not in event]

@@ -97,7 +97,7 @@ class RunWriter:
             # Nothing of it could be used, or its end is torn: write all of it again.
             self._rollup.truncate()
             self._rollup_lines.append(_rollup_header(run.header))
-            new = run.names[len(run.header["names"]) :]
+            new = run.names[len(run.header_names) :]
             events = [{"names": new}] if new else []
             events += run.events
             self._rollup_lines += [_rolled_up(run.start, event) for event in events]

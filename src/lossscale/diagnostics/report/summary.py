@@ -2,7 +2,7 @@
 """What a report says about a run, in numbers: the page, Markdown and JSON share it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -100,6 +100,11 @@ class Summary:
 
 
 def _finite_or_none(value: Any) -> Any:
+    """Return a value with `None` for what strict JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: _finite_or_none(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite_or_none(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -140,7 +145,7 @@ def summarize_run(run: RunFile) -> Summary:
         "tensors": _sum_overflows(blocks),
         "bracket": _find_bracket(run, alarms),
         "dtype": run.dtype,
-        "device": str(run.header.get("device") or "unknown"),
+        "device": run.device,
         "policy": _mapping(run.header.get("policy")),
         "versions": {
             k: str(v) for k, v in _mapping(run.header.get("versions")).items()
@@ -227,18 +232,30 @@ def _mean_loss(run: RunFile, *, start: bool) -> float | None:
 def _find_bracket(run: RunFile, alarms: Sequence[Alarm]) -> Bracket | None:
     """Return where gradients broke: what led to the first alarm, or the first time."""
     if alarms and alarms[0].last_good_step is not None:
-        span = run.records(alarms[0].last_good_step, alarms[0].step)
-        found = next(filter(None, map(_bracket_of, span)), None)
+        last = alarms[0].step
+        start = max(alarms[0].last_good_step, last - _LONGEST_SPAN)
+        found = _first_bracket(run.records(start, last))
         if found is not None:
             return found
-    for block in run.blocks:
-        for tensor in block.tensors:
-            found = next(
-                map(_bracket_of, run.records(tensor.first, tensor.first)), None
-            )
-            if found is not None:
-                return found
+    # A block is read once, however many tensors broke in it: decoding it costs as much
+    # for one step as for all of them.
+    broken = [block for block in run.blocks if block.tensors]
+    for block in broken[:_MOST_BLOCKS]:
+        found = _first_bracket(run.records(block.first, block.last))
+        if found is not None:
+            return found
     return None
+
+
+_LONGEST_SPAN = 4_096
+"""How many steps before the first alarm are searched for the layer that broke."""
+
+_MOST_BLOCKS = 16
+"""How many blocks with non-finite tensors are searched for it."""
+
+
+def _first_bracket(records: Iterable[StepRecord]) -> Bracket | None:
+    return next(filter(None, map(_bracket_of, records)), None)
 
 
 def _bracket_of(record: StepRecord) -> Bracket | None:

@@ -88,10 +88,8 @@ BROKEN = -1.0
 
 
 def dtype_of(run: RunFile, index: int) -> str:
-    """Return the format of a tensor's gradient."""
-    dtypes = run.header.get("dtypes")
-    known = dtypes[index] if isinstance(dtypes, list) and index < len(dtypes) else None
-    return known if isinstance(known, str) and known in FORMATS else run.dtype
+    """Return the format that limits a tensor's gradient."""
+    return run.dtypes[index] if index < len(run.dtypes) else run.dtype
 
 
 def _extremes(run: RunFile) -> tuple[Any, ...] | None:

@@ -175,22 +175,27 @@ class StatisticsSampler:
     """Samples the gradients of the steps that a callback wants."""
 
     def __init__(self, on_step: object) -> None:
-        """Find out whether the callback ever asks.
+        """Find out whether the callback ever asks; see `listen`."""
+        self.listen(on_step, 1)
+        self._iteration: object = None
+        self._sampled: SampledTensors | None = None
+        self._optimizers: set[int] = set()
+        """The ids of those that were sampled in the iteration."""
+
+    def listen(self, on_step: object, index: int) -> None:
+        """Find out whether a callback ever asks.
 
         Args:
             on_step: Asked by its `wants_statistics`, if it has that, with the index of
                 the next report.
+            index: The index of the report that comes next.
         """
         wants = getattr(on_step, "wants_statistics", None)
         self._wants: Callable[[int], bool] | None = wants if callable(wants) else None
         self.is_listening = self._wants is not None
         """Whether the callback ever asks. If not, there is nothing to call here."""
-        self._index = 1
+        self._index = index
         """The index of the report that comes next."""
-        self._iteration: object = None
-        self._sampled: SampledTensors | None = None
-        self._optimizers: set[int] = set()
-        """The ids of those that were sampled in the iteration."""
 
     def is_due(self) -> bool:
         """Whether the gradients of the current step are wanted."""

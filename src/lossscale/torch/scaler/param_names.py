@@ -34,6 +34,10 @@ class ParamNames:
         """Pickle no names: they belong to the parameters of this process."""
         return ParamNames, ()
 
+    def trained(self) -> list[str]:
+        """Return the names of the parameters that are trained, as they were given."""
+        return [name for param, name in self._names.items() if param.requires_grad]
+
     def name_of(self, optimizer: torch.optim.Optimizer | None, index: int) -> str:
         """Return the name of an optimizer's parameter; if it has none, its position."""
         if optimizer is None:
