@@ -871,8 +871,6 @@ class GradScaler(torch.amp.GradScaler):
         elif new_scale is not None:
             scale.copy_(new_scale.reshape(()))
         if outcomes is not None:
-            if self._describe is not None:
-                self._describe_run(self._describe, scale.device, outcomes)
             self._history.add(report, applied=applied)
 
     def _describe_run(
@@ -948,6 +946,8 @@ class GradScaler(torch.amp.GradScaler):
         )
         if applied is None and all(one.summary.is_on_host for one in outcomes):
             applied = report.applied
+        if self._describe is not None:
+            self._describe_run(self._describe, scale.device, outcomes)
         return report, applied
 
     def discard(self) -> None:

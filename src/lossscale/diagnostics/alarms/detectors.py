@@ -42,16 +42,13 @@ def find_backoffs(
     loss = "finite and is rising" if rising else "finite"
     moves = f"from {first.scale:,.10g} to {now.scale:,.10g}"
     if raised:
-        # The scale does follow the gradients: they are not known to grow.
         times = "once" if raised == 1 else f"{raised} times"
         moves = f"and raised {times} in between, {moves}"
-        meaning = "now and then a step overflows at the scales that it is raised to"
-    else:
-        meaning = "the gradients are growing faster than the scale can follow"
     message = (
         f"The scale was lowered {len(lowered)} times within "
         f"{now.step - first.step + 1:,} steps, {moves}, and the loss was {loss}: "
-        f"{meaning}{_join_names(names)}."
+        "the gradients are growing faster than the scale can follow"
+        f"{_join_names(names)}."
     )
     return Alarm(
         "back-offs", now.step, _find_last_applied(recent, first.step), message, names
