@@ -70,7 +70,7 @@ _DTYPES = {"float32": torch.float32, "int32": torch.int32}
 def scale(loss: Any, state: ScaleState) -> Any:
     """Return the loss times the scale, in float32 (float64 stays float64).
 
-    A float16 loss is widened first: 65504 is float16's largest number. A Python number
+    A float16 loss is upcast first: 65504 is float16's largest number. A Python number
     will do for a loss.
 
     Raises:
