@@ -632,15 +632,15 @@ class DataPolicyConformance:
             )
         )
         for finite, amax in magnitude_trace(9, 25):
-            tops = np.array([amax, amax], np.float32)
+            amaxes = np.array([amax, amax], np.float32)
             one = module.update(
                 policy,
                 one,
-                Signal(self.flag(finite), amax=self.framework.array(tops[0])),
+                Signal(self.flag(finite), amax=self.framework.array(amaxes[0])),
             )
             flags = self.framework.array(np.array([finite, finite]))
             pair = module.update(
-                policy, pair, Signal(flags, amax=self.framework.array(tops))
+                policy, pair, Signal(flags, amax=self.framework.array(amaxes))
             )
         assert [[value, value] for value in self.plain(one)] == [
             self.framework.numpy(value).tolist() for value in pair

@@ -134,8 +134,8 @@ def test_a_vector_of_scales_is_many_scales(kind, rule, observed):
             ls.update(policy, state, Signal(flag, amax=top))
             for state, (flag, top) in zip(single, pairs, strict=True)
         ]
-        flags, tops = map(np.array, zip(*pairs, strict=True))
-        vector = ls.update(policy, vector, Signal(flags, amax=tops))
+        flags, amaxes = map(np.array, zip(*pairs, strict=True))
+        vector = ls.update(policy, vector, Signal(flags, amax=amaxes))
         for index, state in enumerate(single):
             assert state == type(state)(*(value[index] for value in vector))
 
@@ -286,8 +286,10 @@ class TestLogMax:
 class TestHistogram:
     def test_it_moves_once_a_period_by_the_edge(self):
         policy = Histogram(Dynamic(init_scale=8.0), period=2)
-        tops = [1.0, 1.0, 9000.0, 1.0, 1.0, 1.0]
-        scales = [after.scale for *_, after in walk(policy, [(True, t) for t in tops])]
+        amaxes = [1.0, 1.0, 9000.0, 1.0, 1.0, 1.0]
+        scales = [
+            after.scale for *_, after in walk(policy, [(True, t) for t in amaxes])
+        ]
         assert [8.0, 16.0, 16.0, 8.0, 8.0, 16.0] == scales
 
     def test_a_measured_fraction_decides_before_the_largest_magnitude(self):

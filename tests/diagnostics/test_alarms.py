@@ -30,7 +30,7 @@ def alarms(records, policy=POLICY, **rules):
 
 
 def backing_off(count, every=10, loss=2.0):
-    """Return a run that settles, and then lowers its scale so many times."""
+    """Return a run that finds its scale, and then lowers its scale so many times."""
     records, scale, number = healthy(1, 50, loss=loss), 1024.0, 50
     for _ in range(count):
         records.append(skip(number + 1, scale, loss=loss, nonfinite=(("a", "inf"),)))

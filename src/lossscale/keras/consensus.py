@@ -68,11 +68,11 @@ def apply_or_skip(
         branch(findings, lambda: update(gradients))
         return
 
-    def decide(strategy: Any, gradients: list[Any], parts: Array) -> None:
+    def decide(strategy: Any, gradients: list[Any], encoded: Array) -> None:
         # The branch is taken across replicas: inside of one, it may not merge them,
         # which the inner optimizer does.
         branch(
-            _decode(strategy.reduce("SUM", parts, axis=None), findings),
+            _decode(strategy.reduce("SUM", encoded, axis=None), findings),
             lambda: strategy.extended.call_for_each_replica(update, args=(gradients,)),
         )
 
@@ -88,12 +88,12 @@ def _encode(findings: Findings, context: Any) -> Array:
     import tensorflow as tf  # noqa: PLC0415  # of this backend alone
 
     flags = tf.cast(tf.equal(findings.reasons, [[1], [2], [3]]), tf.float32)
-    parts = [tf.reshape(flags, [-1])]
+    pieces = [tf.reshape(flags, [-1])]
     if findings.amax is not None:
         index = context.replica_id_in_sync_group
         is_own = tf.one_hot(index, context.num_replicas_in_sync, dtype=tf.float32)
-        parts.append(is_own * findings.amax)
-    return tf.concat(parts, axis=0)
+        pieces.append(is_own * findings.amax)
+    return tf.concat(pieces, axis=0)
 
 
 def _decode(sums: Array, local_findings: Findings) -> Findings:

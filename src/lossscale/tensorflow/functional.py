@@ -155,9 +155,9 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
 
 def saturate(amax: Any) -> tf.Tensor:
     """Return a magnitude in float32; one beyond it as its largest number."""
-    wide = tf.convert_to_tensor(amax)
-    largest = tf.constant(validation.FLOAT32_MAX, wide.dtype)
-    return tf.cast(tf.minimum(wide, largest), tf.float32)
+    amax_tensor = tf.convert_to_tensor(amax)
+    largest = tf.constant(validation.FLOAT32_MAX, amax_tensor.dtype)
+    return tf.cast(tf.minimum(amax_tensor, largest), tf.float32)
 
 
 @skip_autograph

@@ -71,7 +71,7 @@ _DTYPES = {"float32": torch.float32, "int32": torch.int32}
 def scale(loss: Any, state: ScaleState) -> Any:
     """Return the loss times the scale, in float32 (float64 stays float64).
 
-    A float16 loss is widened first: 65504 is float16's largest number. A Python number
+    A float16 loss is upcast first: 65504 is float16's largest number. A Python number
     will do for a loss.
 
     Raises:
@@ -177,8 +177,8 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
 
 def _to_float32(amax: Any, device: torch.device) -> torch.Tensor:
     """Return a magnitude in float32; one beyond it as its largest number."""
-    wide = _tensor(amax, device)
-    return gradient.move(wide, device).clamp(max=validation.FLOAT32_MAX).float()
+    amax_tensor = _tensor(amax, device)
+    return gradient.move(amax_tensor, device).clamp(max=validation.FLOAT32_MAX).float()
 
 
 def select(finite: Any, new: Any, old: Any) -> Any:
@@ -225,8 +225,8 @@ def divide(grads: Any, loss_scale: Any) -> Any:
     inverse = torch.where(inverse == 0, torch.nan, inverse)
 
     def multiply(path: str, leaf: Any) -> torch.Tensor:
-        wide = gradient.upcast(gradient.check(path, leaf))
-        return gradient.multiply(gradient.coalesce(wide), inverse)
+        upcast_grad = gradient.upcast(gradient.check(path, leaf))
+        return gradient.multiply(gradient.coalesce(upcast_grad), inverse)
 
     return map_leaves(multiply, grads)
 

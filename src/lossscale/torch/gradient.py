@@ -94,8 +94,8 @@ def multiply(leaf: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         )
     if leaf.is_complex():
         # torch multiplies by factor + 0j, and infinity times 0 is NaN.
-        parts = torch.view_as_real(leaf.resolve_conj())
-        return torch.view_as_complex(multiply(parts, factor))
+        components = torch.view_as_real(leaf.resolve_conj())
+        return torch.view_as_complex(multiply(components, factor))
     # A number on the CPU goes to a kernel by value; a copy would cost more.
     is_number = factor.device.type == "cpu" and not factor.shape
     near = factor if is_number else move(factor, leaf.device)

@@ -73,10 +73,10 @@ class Combined(Eager):
         measured = super().measure
         buffers = [measured(own, scale, part, inverted=inverted) for own in parts]
         whole = eager.combine(buffers, torch.device("cpu"), request)
-        tops = torch.empty(len(gradients))
+        amaxes = torch.empty(len(gradients))
         even = len(parts[0])
-        tops[::2], tops[1::2] = whole[HEADER:][:even], whole[HEADER:][even:]
-        return torch.cat([whole[:HEADER], tops])
+        amaxes[::2], amaxes[1::2] = whole[HEADER:][:even], whole[HEADER:][even:]
+        return torch.cat([whole[:HEADER], amaxes])
 
 
 PARAMETERS = [pytest.param(case, id=case.name) for case in CASES]

@@ -261,7 +261,7 @@ class Stages(RuleBasedStateMachine):
             scaler.load_state_dict(scaler.state_dict())
 
     @invariant()
-    def agree(self):
+    def check_sides(self):
         """Compare stages, flags, scales, weights, momentum and gradients."""
         pictures = []
         for scaler, weights, optimizers in self.sides:

@@ -22,7 +22,7 @@ from lossscale.diagnostics.records.steps import StepRecord
 _TREND_INTERVAL = 32
 """Trends are looked for once in so many steps: they do not change faster."""
 
-_SETTLED = 8
+_SEARCH_ENDS_AFTER = 8
 """A run has found its first scale after so many applied steps in a row."""
 
 
@@ -63,7 +63,7 @@ class AlarmMonitor:
         self.use_policy(policy)
         self._last_seen: dict[str, int] = {}
         self._applied_in_a_row = 0
-        self._settled = False
+        self._has_first_scale = False
 
     def use_policy(self, policy: Mapping[str, Any] | None) -> None:
         """Set the policy, which may be known later than the first step."""
@@ -82,15 +82,15 @@ class AlarmMonitor:
         self._recent.append(record)
         if not record.applied:
             self._applied_in_a_row = 0
-        elif not self._settled:
+        elif not self._has_first_scale:
             self._applied_in_a_row += 1
-            self._settle()
+            self._end_search()
         due = record.step % _TREND_INTERVAL == 0
         if record.applied and not due and not lowered:
             return []
         recent = list(self._recent)
         candidates = []
-        if lowered and self._settled:
+        if lowered and self._has_first_scale:
             candidates.append(find_backoffs(recent, self._rules, self._limits))
         if not record.applied:
             candidates.append(find_floor(recent, self._rules, self._limits))
@@ -102,11 +102,11 @@ class AlarmMonitor:
             alarm for alarm in candidates if alarm is not None and self._is_new(alarm)
         ]
 
-    def _settle(self) -> None:
+    def _end_search(self) -> None:
         """Forget the back-offs by which the run found its first scale."""
-        if self._applied_in_a_row == _SETTLED:
-            self._settled = True
-            while len(self._recent) > _SETTLED:
+        if self._applied_in_a_row == _SEARCH_ENDS_AFTER:
+            self._has_first_scale = True
+            while len(self._recent) > _SEARCH_ENDS_AFTER:
                 self._recent.popleft()
 
     def _is_new(self, alarm: Alarm) -> bool:

@@ -22,8 +22,8 @@ def describe(case: "RunExplanation") -> list[str]:
     """Return sentences; the last says what the record cannot show."""
     if case.step is None:
         return ["No step of this run was skipped: there is nothing to explain."]
-    parts = (_what, _where, _why, _before, _after, _weights, _limits)
-    sentences = [text for part in parts for text in part(case)]
+    writers = (_what, _where, _why, _before, _after, _weights, _limits)
+    sentences = [text for write in writers for text in write(case)]
     # A name may hold anything: each sentence stays in its line.
     return [encodable(" ".join(text.split())) for text in sentences]
 

@@ -64,8 +64,8 @@ def _read_scopes(stack: str) -> str:
         if shorter == stack:
             break
         stack = shorter
-    parts = [part for part in stack.split("/") if part]
-    return "/".join(part for part in parts if part not in _STRUCTURE)
+    names = [name for name in stack.split("/") if name]
+    return "/".join(name for name in names if name not in _STRUCTURE)
 
 
 _NAMED = re.compile(r"(?<![\w.])(?:jit|pjit|remat|custom_jvp|custom_vjp)\([^()]*\)")

@@ -198,8 +198,8 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
         Raises:
             StateError: If either of them has no `state_dict`.
         """
-        parts = {"optimizer": self.optimizer, "loss_scale": self._loss_scale}
-        return {name: _method(part, "state_dict")() for name, part in parts.items()}
+        owners = {"optimizer": self.optimizer, "loss_scale": self._loss_scale}
+        return {name: _method(owner, "state_dict")() for name, owner in owners.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved state of both.
@@ -245,12 +245,12 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
         return functional.all_true(flags, torch.device("cpu"))
 
 
-def _method(part: Any, name: str) -> Callable[..., Any]:
+def _method(owner: Any, name: str) -> Callable[..., Any]:
     """Return a method that saves or loads, or say that it is missing."""
-    method: Callable[..., Any] | None = getattr(part, name, None)
+    method: Callable[..., Any] | None = getattr(owner, name, None)
     if not callable(method):
         message = (
-            f"{type(part).__name__} has no {name}, so its state cannot be saved and "
+            f"{type(owner).__name__} has no {name}, so its state cannot be saved and "
             "loaded. Give it state_dict() and load_state_dict(state_dict)."
         )
         raise StateError(message)

@@ -135,8 +135,8 @@ def _as_parameter(gradient: Any, parameter: Any, name: str) -> torch.Tensor:
     if checked.is_complex() and not parameter.is_complex():
         message = f"The gradient of {name} is complex, and its parameter is not."
         raise StructureError(message)
-    wide = gradient_ops.coalesce(gradient_ops.upcast(checked.detach()))
-    return gradient_ops.check(name, wide.to(parameter.device, parameter.dtype))
+    upcast_grad = gradient_ops.coalesce(gradient_ops.upcast(checked.detach()))
+    return gradient_ops.check(name, upcast_grad.to(parameter.device, parameter.dtype))
 
 
 def _check_epsilon(optimizer: Any, parameter: Any, group: Mapping[str, Any]) -> None:
