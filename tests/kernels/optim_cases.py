@@ -221,6 +221,11 @@ def checks(
         yield f"reference {setting}", lambda s=setting: check_reference(device, s)
         yield f"write back {setting}", lambda s=setting: check_write_back(device, s)
         yield f"scaler {setting}", lambda s=setting: check_scaler(device, s)
+        for kind in list(KINDS)[1:]:
+            yield (
+                f"finite {setting} {kind}",
+                lambda s=setting, kind=kind: check_finite(device, s, kind),
+            )
     yield "strides", lambda: check_strides(device)
     yield "groups", lambda: check_groups(device)
     yield "bfloat16 moments", lambda: check_moments(device)
@@ -268,6 +273,29 @@ def check_setting(device, setting, kind):
     for number, scale in enumerate((first, 8.0, 8.0, 3.0, 2.0**-3)):
         gives = random_grads(number, scale or 1.0)
         twins.step(gives, scale, skip=number == 2)
+
+
+def check_finite(device, setting, kind):
+    """A weight beyond the range of its dtype becomes the largest number of it."""
+    dtype, masters = KINDS[kind]
+    largest = torch.finfo(dtype).max
+    start = torch.tensor([largest, -largest, 1.0, torch.nan], device=device).to(dtype)
+    param = torch.nn.Parameter(start)
+    optimizer = setting.ours([param], master_weights=masters)
+    (group,) = optimizer.param_groups
+    group["weight_decay"] = 0.0
+    sign = -1.0 if group["maximize"] else 1.0
+    group["lr"] = largest / 300.0
+    param.grad = sign * torch.tensor([-1.0, 1.0, 0.0, 0.0], device=device).to(dtype)
+    optimizer.grad_scale = torch.ones((), device=device)
+    optimizer.found_inf = torch.zeros((), device=device)
+    optimizer.step()
+    assert [largest, -largest, 1.0] == param[:3].tolist()
+    assert param[3].isnan()
+    if masters:
+        (master,) = optimizer.master_parameters()
+        assert master[0] > largest
+        assert master[1] < -largest
 
 
 def check_sizes(device, setting, block):

@@ -149,7 +149,7 @@ class _AdamStep(ScaledOptimizer):
                 weight = self._weight(param)
                 kept = [means[number].dtype]
                 dtype = working_dtype(weight, scale.inverse, kept)
-                weights[number] = work.open(weight, dtype)
+                weights[number] = work.open_weight(weight, dtype)
                 grads[number] = unscale(grads[number], scale.inverse, dtype)
                 for moments in filter(None, (means, squares, largest)):
                     moments[number] = work.open(moments[number], dtype)

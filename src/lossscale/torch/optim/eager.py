@@ -68,6 +68,16 @@ def working_dtype(
     return dtype
 
 
+def write_weight(param: torch.Tensor, weight: torch.Tensor) -> None:
+    """Round a weight to the dtype of its parameter.
+
+    What is beyond the range of float16 becomes its largest number: an infinite weight
+    would make every loss from then on infinite or NaN.
+    """
+    largest = torch.finfo(param.dtype).max
+    param.copy_(weight.clamp(-largest, largest))
+
+
 class Workspace:
     """Tensors of a working dtype in place of those that an optimizer keeps.
 
@@ -77,19 +87,34 @@ class Workspace:
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._weights: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def open(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor in a dtype."""
+        """Return a moment in a dtype."""
+        return self._open(tensor, dtype, self._copies)
+
+    def open_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight in a dtype."""
+        return self._open(weight, dtype, self._weights)
+
+    @staticmethod
+    def _open(
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        copies: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
         if tensor.dtype == dtype:
             return tensor
         copy = tensor.to(dtype)
-        self._copies.append((tensor, copy))
+        copies.append((tensor, copy))
         return copy
 
     def write(self) -> None:
         """Write the results to the tensors that the optimizer keeps."""
         for tensor, copy in self._copies:
             tensor.copy_(copy)
+        for weight, copy in self._weights:
+            write_weight(weight, copy)
 
 
 def choose_foreach(

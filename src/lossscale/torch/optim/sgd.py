@@ -160,7 +160,7 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
             kept = lists[2][number] if group["momentum"] else None
             dtypes = [] if kept is None else [kept.dtype]
             dtype = working_dtype(weight, scale.inverse, dtypes)
-            weights.append(work.open(weight, dtype))
+            weights.append(work.open_weight(weight, dtype))
             grads.append(self._own_grad(param, group, scale, dtype))
             if group["momentum"]:
                 buffers.append(None if kept is None else work.open(kept, dtype))
