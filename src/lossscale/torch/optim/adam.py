@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 class _AdamStep(ScaledOptimizer):
     """The step of Adam, with either kind of weight decay."""
 
+    kept_names = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER)
     steps_as = torch.optim.Adam
 
     def _init_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:

@@ -117,6 +117,11 @@ class Workspace:
             write_weight(weight, copy)
 
 
+def has_duplicates(weights: list[torch.Tensor]) -> bool:
+    """Whether a weight is there twice: it is updated once after the other."""
+    return len(set(map(id, weights))) < len(weights)
+
+
 def choose_foreach(
     group: Mapping[str, Any], weights: list[torch.Tensor]
 ) -> bool | None:
@@ -136,6 +141,6 @@ def choose_foreach(
         for weight in weights
     )
     elements = sum(weight.numel() for weight in weights)
-    is_small = elements < _SMALL * len(weights)
+    is_small = elements < _SMALL * len(weights) and not has_duplicates(weights)
     # Otherwise torch chooses by itself: for a GPU it takes the foreach step.
     return True if are_plain and is_small else None

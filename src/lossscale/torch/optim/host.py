@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from lossscale.torch import torch_internals as ti
-from lossscale.torch.optim.eager import write_weight
+from lossscale.torch.optim.eager import has_duplicates, write_weight
 
 _PIECE = 2**15
 """How many elements a thread takes; torch gives no thread fewer."""
@@ -102,6 +102,7 @@ def can_update(group: Mapping[str, Any], columns: Columns) -> bool:
         and all(map(attrgetter("is_cpu"), used))
         and all(map(torch.is_floating_point, columns.grads))
         and set(map(attrgetter("layout"), columns.grads)) == {torch.strided}
+        and not has_duplicates(columns.weights)
     )
 
 

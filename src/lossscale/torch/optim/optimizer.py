@@ -80,6 +80,8 @@ class ScaledOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     """Scalers pass `grad_scale` and `found_inf`."""
 
+    kept_names: ClassVar[tuple[str, ...]]
+    """What the kernels may read or write of a parameter's state."""
     steps_as: ClassVar[type[torch.optim.Optimizer]]
     """torch's class of the same update; a scaler reads how it uses the gradients."""
 
