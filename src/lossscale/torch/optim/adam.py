@@ -145,11 +145,11 @@ class _AdamStep(ScaledOptimizer):
         has_complex = self._init_group(group, *lists)  # type: ignore[attr-defined]
         weights, grads, means, squares, largest, steps = lists
         work = Workspace()
-        if scale.inverse is not None or self._options != Options():
+        if scale != HostScale(False, None) or self._options != Options():
             for number, param in enumerate(params):
                 weight = self._weight(param)
                 kept = [means[number].dtype]
-                dtype = working_dtype(weight, scale.inverse, kept)
+                dtype = working_dtype(weight, scale, kept)
                 weights[number] = work.open_weight(weight, dtype)
                 grads[number] = unscale(grads[number], scale.inverse, dtype)
                 for moments in filter(None, (means, squares, largest)):

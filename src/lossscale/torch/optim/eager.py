@@ -22,6 +22,8 @@ class HostScale(NamedTuple):
     """Whether the step must change nothing."""
     inverse: float | None
     """What the gradients are multiplied by; `None` if they carry no scale."""
+    has_scaler: bool = False
+    """Whether a scaler takes the step, also if it has unscaled the gradients before."""
 
 
 def read_scale(
@@ -33,7 +35,7 @@ def read_scale(
     if grad_scale is not None and not is_skipped:
         # As torch.amp.GradScaler inverts it.
         inverse = grad_scale.double().reciprocal().float().item()
-    return HostScale(is_skipped, inverse)
+    return HostScale(is_skipped, inverse, found_inf is not None)
 
 
 def unscale(
@@ -48,22 +50,24 @@ def unscale(
 
 
 def working_dtype(
-    weight: torch.Tensor, inverse: float | None, kept: list[torch.dtype]
+    weight: torch.Tensor, scale: HostScale, kept: list[torch.dtype]
 ) -> torch.dtype:
     """Return the dtype in which a weight is updated.
 
-    It is the weight's own, as in torch, unless that is a half-precision one whose
-    gradient must be unscaled first, or unless the moments have another one. Then the
-    update is made in float32, as torch's fused optimizers make it.
+    It is the weight's own, as in torch, unless that is a half-precision one and the
+    step is a scaler's, or the moments have another one. Then the update is made in
+    float32, as torch's fused optimizers and the kernels make it: in float16 the epsilon
+    of Adam is zero.
 
     Args:
         weight: The master, or the parameter itself.
-        inverse: What the gradient is multiplied by.
+        scale: What a scaler has set.
         kept: The dtypes of the moments.
     """
     dtype = weight.dtype
     is_half = dtype in (torch.float16, torch.bfloat16)
-    if is_half and (inverse is not None or any(other != dtype for other in kept)):
+    is_scaled = scale.has_scaler or scale.inverse is not None
+    if is_half and (is_scaled or any(other != dtype for other in kept)):
         return torch.float32
     return dtype
 

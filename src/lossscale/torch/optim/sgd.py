@@ -160,7 +160,7 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
             weight = self._weight(param)
             kept = lists[2][number] if group["momentum"] else None
             dtypes = [] if kept is None else [kept.dtype]
-            dtype = working_dtype(weight, scale.inverse, dtypes)
+            dtype = working_dtype(weight, scale, dtypes)
             weights.append(work.open_weight(weight, dtype))
             grads.append(self._own_grad(param, group, scale, dtype))
             if group["momentum"]:
