@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 class _AdamStep(ScaledOptimizer):
     """The step of Adam, with either kind of weight decay."""
 
+    kept_names = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER)
     steps_as = torch.optim.Adam
 
     def _init_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
@@ -144,12 +145,12 @@ class _AdamStep(ScaledOptimizer):
         has_complex = self._init_group(group, *lists)  # type: ignore[attr-defined]
         weights, grads, means, squares, largest, steps = lists
         work = Workspace()
-        if scale.inverse is not None or self._options != Options():
+        if scale != HostScale(False, None) or self._options != Options():
             for number, param in enumerate(params):
                 weight = self._weight(param)
                 kept = [means[number].dtype]
-                dtype = working_dtype(weight, scale.inverse, kept)
-                weights[number] = work.open(weight, dtype)
+                dtype = working_dtype(weight, scale, kept)
+                weights[number] = work.open_weight(weight, dtype)
                 grads[number] = unscale(grads[number], scale.inverse, dtype)
                 for moments in filter(None, (means, squares, largest)):
                     moments[number] = work.open(moments[number], dtype)

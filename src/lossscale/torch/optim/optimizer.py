@@ -6,6 +6,7 @@ gradients are divided, and `found_inf`, which skips the step; without them it is
 step of torch's class. Gradients are not written to unless `write_back` asks for it.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
@@ -19,7 +20,7 @@ from lossscale.core.validation import format_value
 from lossscale.errors import SettingError, StateError
 from lossscale.torch.devices import is_capturing, uncompiled
 from lossscale.torch.distributed.dtensor import local_shard
-from lossscale.torch.optim.eager import HostScale, read_scale
+from lossscale.torch.optim.eager import HostScale, read_scale, write_weight
 from lossscale.torch.optim.formulas import Kept
 from lossscale.torch.optim.measurement import EagerUpdate, UpdateMeasurement
 from lossscale.torch.optim.plan import StepPlan, may_use_kernels
@@ -79,6 +80,8 @@ class ScaledOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     """Scalers pass `grad_scale` and `found_inf`."""
 
+    kept_names: ClassVar[tuple[str, ...]]
+    """What the kernels may read or write of a parameter's state."""
     steps_as: ClassVar[type[torch.optim.Optimizer]]
     """torch's class of the same update; a scaler reads how it uses the gradients."""
 
@@ -197,7 +200,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
             for param in params:
                 weight = self._weight(param)
                 if weight is not param:
-                    param.copy_(weight)
+                    write_weight(param, weight)
 
     def _write_back(self, params: list[torch.Tensor], scale: HostScale) -> None:
         """Unscale the gradients in place, if that was asked for."""
@@ -421,18 +424,54 @@ class ScaledOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Load float32 weights into a module and, unrounded, into its masters.
 
+        What is beyond the range of a half-precision parameter becomes its largest
+        number; a warning names such parameters.
+
         Args:
             module: The module whose parameters this optimizer updates.
-            state_dict: A state dict of the module in float32.
+            state_dict: A state dict of the module in float32, with its names.
+
+        Raises:
+            StateError: If a parameter with a master is missing from the state dict;
+                nothing is changed.
         """
-        module.load_state_dict(state_dict)
         groups = {
             id(param): group for group in self.param_groups for param in group["params"]
         }
-        for name, param in module.named_parameters():
-            if id(param) in groups and self.has_master(param):
+        named = [
+            (name, param)
+            for name, param in module.named_parameters()
+            if param.dtype in HALF
+        ]
+        with_master = {
+            name
+            for name, param in named
+            if id(param) in groups and self.has_master(param)
+        }
+        missing = sorted(with_master - state_dict.keys())
+        if missing:
+            message = (
+                f"The state dict has no weights for {missing[0]}. It must have the "
+                "module's own names, also where a hook of the module renames them: "
+                "the masters are loaded by name."
+            )
+            raise StateError(message)
+        module.load_state_dict(state_dict)
+        saturated = []
+        for name, param in named:
+            weight = state_dict.get(name)
+            if name in with_master:
                 self._init_state(param, groups[id(param)])
-                self.state[param][MASTER].copy_(state_dict[name])
+                weight = self.state[param][MASTER].copy_(weight)
+            if weight is not None and bool((param.isinf() & weight.isfinite()).any()):
+                write_weight(param, weight)
+                saturated.append(name)
+        if saturated:
+            message = (
+                f"Weights beyond the range of their dtype were loaded as its largest "
+                f"number: {', '.join(saturated)}. Masters have the float32 numbers."
+            )
+            warnings.warn(message, stacklevel=2)
 
     # -- saving ------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from lossscale.torch.optim.kernels.memory import (
     multiply_add,
     pointer_to,
     read,
+    saturate,
     typed,
     write,
 )
@@ -140,13 +141,13 @@ def _update(
     if measure:
         before = read(param_pointer, lane, left, masked) if master else start
         update = multiply_add(-tl.load(row + 4), start, -quotient)
-        after = weight.to(dtype).to(tl.float32)
+        after = saturate(weight, dtype).to(dtype).to(tl.float32)
         measure_update(sums, update, start, before, after, lane, left, masked)
     write(mean_pointer, lane, left, mean, moments, masked)
     write(square_pointer, lane, left, square, moments, masked)
     if master:
         write(master_pointer, lane, left, weight, tl.float32, masked)
-    write(param_pointer, lane, left, weight, dtype, masked)
+    write(param_pointer, lane, left, saturate(weight, dtype), dtype, masked)
 
 
 @triton.jit

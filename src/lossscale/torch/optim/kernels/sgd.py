@@ -18,6 +18,7 @@ from lossscale.torch.optim.kernels.memory import (
     multiply_add,
     pointer_to,
     read,
+    saturate,
     typed,
     write,
 )
@@ -76,11 +77,11 @@ def _update(
     if measure:
         before = read(param_pointer, lane, left, masked) if master else start
         update = -_number(row, 0) * grad
-        after = weight.to(dtype).to(tl.float32)
+        after = saturate(weight, dtype).to(dtype).to(tl.float32)
         measure_update(sums, update, start, before, after, lane, left, masked)
     if master:
         write(master_pointer, lane, left, weight, tl.float32, masked)
-    write(param_pointer, lane, left, weight, dtype, masked)
+    write(param_pointer, lane, left, saturate(weight, dtype), dtype, masked)
 
 
 @triton.jit

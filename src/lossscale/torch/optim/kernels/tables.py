@@ -280,7 +280,7 @@ class AdamTables(Tables):
     def _settings_of(self, group: Group) -> list[float]:
         beta1, beta2 = group["betas"]
         return [
-            _host_rate(group["lr"]),
+            host_rate(group["lr"]),
             _log(beta1),
             _log(beta2),
             beta1,
@@ -329,7 +329,7 @@ class SgdTables(Tables):
 
     def _settings_of(self, group: Group) -> list[float]:
         return [
-            _host_rate(group["lr"]),
+            host_rate(group["lr"]),
             group["momentum"],
             1.0 - group["dampening"],
             group["weight_decay"],
@@ -436,10 +436,15 @@ def _host(numbers: Any, dtype: torch.dtype | None) -> torch.Tensor:
     return torch.tensor(numbers, dtype=dtype or torch.float64, device="cpu")
 
 
-def _host_rate(rate: float | torch.Tensor) -> float:
-    """Return a learning rate that the host knows; 0 for a tensor of a device."""
+_ON_DEVICE = math.nan
+"""A learning rate that the host does not know: unlike any that it does. This object is
+equal to itself in a list."""
+
+
+def host_rate(rate: float | torch.Tensor) -> float:
+    """Return a learning rate that the host knows; NaN for a tensor of a device."""
     if isinstance(rate, torch.Tensor):
-        return rate.item() if rate.device.type == "cpu" else 0.0
+        return rate.item() if rate.device.type == "cpu" else _ON_DEVICE
     return float(rate)
 
 
