@@ -98,6 +98,19 @@ def test_the_noise_of_a_few_losses_is_no_rise():
     assert [] == alarms(records, policy=policy)
 
 
+def test_a_nan_loss_of_applied_steps_is_an_alarm():
+    """The last steps that are good are those before the one that broke the weights."""
+    records = healthy(1, 30, loss=1.0) + healthy(31, 33, loss=float("nan"))
+    (alarm,) = alarms(records)
+    assert ("nan", 33, 29) == (alarm.kind, alarm.step, alarm.last_good_step)
+    assert "The loss was NaN for 3 steps in a row" in alarm.message
+    assert [] == alarms(records[:-1])
+
+
+def test_a_loss_that_was_not_recorded_is_no_nan():
+    assert [] == alarms(healthy(1, 60))
+
+
 def test_two_back_offs_are_enough_if_the_loss_is_rising():
     records = [
         record._replace(loss=1.0 if record.step < 50 else 2.0)

@@ -354,6 +354,39 @@ def test_a_healthy_run_is_left_alone(tmp_path):
     steps += [{"scale": 16.0, "applied": False, "nonfinite": {"a": "inf"}}]
     (text,) = record_steps(path, steps)
     assert text.startswith("Nothing to change: 1 step was skipped while the scale grew")
+    assert "grew once, which is how" in text
+
+
+def test_a_skip_without_a_growth_is_not_one_while_the_scale_grew(tmp_path):
+    steps = [{"scale": 8.0, "applied": False, "nonfinite": {"a": "inf"}, "amax": 1.0}]
+    steps += [{"scale": 4.0, "applied": True, "amax": 1.0}] * 50
+    (text,) = record_steps(tmp_path / "run.jsonl", steps)
+    assert "Nothing to change: 1 step was skipped, which is how" in text
+
+
+FINE = {"scale": 8.0, "applied": True, "amax": 1.0, "loss": 1.0}
+BROKEN_RUNS = {
+    "NaN gradients": ([FINE] * 24 + [FINE | {"applied": False, "cause": "nan"}]) * 4,
+    "a loss that ends as NaN": [FINE] * 30 + [FINE | {"loss": math.nan}] * 30,
+    "infinite losses": [FINE] * 30 + [FINE | {"loss": math.inf}] * 30,
+    "steps that were not taken": [
+        *([FINE] * 30),
+        FINE | {"applied": False, "cause": "not stepped"},
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_RUNS)
+def test_a_broken_run_is_never_left_alone(tmp_path, kind):
+    advice = record_steps(tmp_path / "run.jsonl", BROKEN_RUNS[kind])
+    assert advice
+    assert not any("Nothing to change" in text for text in advice)
+
+
+def test_the_advice_on_nan_says_where_to_look(tmp_path):
+    advice = record_steps(tmp_path / "run.jsonl", BROKEN_RUNS["NaN gradients"])
+    assert "4 steps had NaN in the gradients" in advice[0]
+    assert "Look for it in the forward pass" in advice[0]
 
 
 HOSTILE = [

@@ -9,6 +9,9 @@ from lossscale.cli.output import defer_warnings
 from lossscale.cli.report import check_output
 
 
+_ENDINGS = ("", ".parquet", ".pq")
+
+
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option(
@@ -23,6 +26,11 @@ def export(run: Path, output: Path) -> None:
     from lossscale.diagnostics import export_parquet
 
     check_output(output, (run,))
+    if output.suffix.lower() not in _ENDINGS:
+        message = (
+            f"--output {str(output)!r} does not end as a Parquet file does: .parquet."
+        )
+        raise click.UsageError(message)
     with defer_warnings():
         count = export_parquet(run, output)
     click.echo(f"{count:,} steps are in {output.resolve()}")

@@ -106,6 +106,31 @@ def find_nan(
     return Alarm("nan", now.step, good, message, names)
 
 
+def find_nan_loss(
+    recent: Sequence[StepRecord], rules: AlarmRules, _limits: Limits
+) -> Alarm | None:
+    """Look for steps that were applied although their loss was NaN."""
+    streak = recent[-rules.nan_steps :]
+    if len(streak) < rules.nan_steps or not all(map(loss_is_nan, streak)):
+        return None
+    start = len(recent) - 1
+    while start > 0 and loss_is_nan(recent[start - 1]):
+        start -= 1
+    message = (
+        f"The loss was NaN for {len(recent) - start} steps in a row, and the last of "
+        "them was applied: the weights are broken, and no lower scale can help."
+    )
+    # The step before the first is what broke the weights.
+    broke = _last_applied(recent, recent[start].step)
+    good = None if broke is None else _last_applied(recent, broke)
+    return Alarm("nan", recent[-1].step, good, message, _names(recent[start:]))
+
+
+def loss_is_nan(record: StepRecord) -> bool:
+    """Whether a step's loss was measured, and is NaN."""
+    return record.loss is not None and math.isnan(record.loss)
+
+
 def find_headroom_trend(
     recent: Sequence[StepRecord], rules: AlarmRules, limits: Limits
 ) -> Alarm | None:

@@ -10,7 +10,9 @@ from lossscale.diagnostics.alarms.detectors import (
     find_floor,
     find_headroom_trend,
     find_nan,
+    find_nan_loss,
     find_norm_trend,
+    loss_is_nan,
 )
 from lossscale.diagnostics.alarms.rules import (
     Alarm,
@@ -86,7 +88,8 @@ class AlarmMonitor:
             self._applied_in_a_row += 1
             self._end_search()
         due = record.step % _TREND_INTERVAL == 0
-        if record.applied and not due and not lowered:
+        has_nan_loss = record.applied and loss_is_nan(record)
+        if record.applied and not due and not lowered and not has_nan_loss:
             return []
         recent = list(self._recent)
         candidates = []
@@ -95,6 +98,8 @@ class AlarmMonitor:
         if not record.applied:
             candidates.append(find_floor(recent, self._rules, self._limits))
             candidates.append(find_nan(recent, self._rules, self._limits))
+        if has_nan_loss:
+            candidates.append(find_nan_loss(recent, self._rules, self._limits))
         if due:
             candidates.append(find_headroom_trend(recent, self._rules, self._limits))
             candidates.append(find_norm_trend(recent, self._rules, self._limits))

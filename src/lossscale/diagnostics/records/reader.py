@@ -100,19 +100,19 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     Raises:
         StateError: If it cannot be read, saying why.
     """
+    kind = None
     try:
         mode = Path(path).stat().st_mode  # first: to open a pipe waits for a writer
-        if not stat.S_ISREG(mode):
-            kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
-            message = f"{path} is {kind}; expected a run recorded as JSON lines."
-            raise StateError(message)
-        return Path(path).open("rb")
+        if stat.S_ISREG(mode):
+            return Path(path).open("rb")
+        kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror or error}."
-        raise StateError(message) from None
     except ValueError as error:  # a null byte
-        message = f"{path!r} cannot be read: {error}."
-        raise StateError(message) from None
+        message = f"{os.fspath(path)!r} cannot be read: {error}."
+    if kind is not None:
+        message = f"{path} is {kind}; expected a run recorded as JSON lines."
+    raise StateError(message)
 
 
 def _read_header(path: Path, file: BinaryIO) -> RunFile:

@@ -22,6 +22,7 @@ from lossscale.core.validation import plain_number
 from lossscale.diagnostics.alarms import Alarm, AlarmMonitor, AlarmRules
 from lossscale.diagnostics.loggers.base import StepWriter
 from lossscale.diagnostics.loggers.python_logging import LoggingWriter
+from lossscale.diagnostics.records.appending import cannot_be_written
 from lossscale.diagnostics.records.headers import (
     check_names,
     find_versions,
@@ -399,6 +400,19 @@ def _open(path: Path, header: dict[str, Any], if_exists: str) -> RunWriter:
         message = f"{path.parent} cannot be made: {error.strerror or error}."
         raise SettingError(message) from None
     writer = RunWriter(path, header, overwrite=if_exists == "overwrite")
+    try:
+        _begin(writer, header)
+    except OSError as error:
+        writer.remove()
+        raise cannot_be_written(path, error) from None
+    except BaseException:
+        writer.remove()
+        raise
+    return writer
+
+
+def _begin(writer: RunWriter, header: dict[str, Any]) -> None:
+    """Write the header, or that the run goes on."""
     if writer.resumed:
         writer.add_names(header["names"])
         resumed = {
@@ -409,7 +423,6 @@ def _open(path: Path, header: dict[str, Any], if_exists: str) -> RunWriter:
         }
         writer.add_event({"resumed": resumed}, new_block=True)
     writer.flush()
-    return writer
 
 
 def _rank_path(path: Path, rank: int) -> Path:

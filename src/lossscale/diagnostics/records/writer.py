@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.core.statistics import TensorStatistics
-from lossscale.diagnostics.records.appending import AppendOnlyFile
+from lossscale.diagnostics.records.appending import AppendOnlyFile, cannot_be_written
 from lossscale.diagnostics.records.blocks import (
     Block,
     BlockBuilder,
@@ -26,7 +26,6 @@ from lossscale.diagnostics.records.rollup import ROLLUP_FORMAT, encode_block
 from lossscale.diagnostics.records.run_file import RunFile, rollup_path
 from lossscale.diagnostics.records.statistics_line import as_list, encode_statistics
 from lossscale.diagnostics.records.steps import StepRecord
-from lossscale.errors import LossScaleError
 
 
 class RunWriter:
@@ -40,20 +39,25 @@ class RunWriter:
             SettingError: If it cannot be written.
         """
         self.path = path
+        self._lines: list[str] = []
+        self._rollup_lines: list[str] = []
         self._file = AppendOnlyFile(path)
+        self._files = [self._file]
         try:
             # Overwriting is for runs as well, and not for any file of that name.
             found = scan_run(path) if self._file.size else None
             self._rollup = AppendOnlyFile(rollup_path(path))
-        except LossScaleError:
-            self._file.close()
+            self._files.append(self._rollup)
+            if found is None or overwrite:
+                self._start(json.loads(encode(header)))
+            else:
+                self._resume(found)
+        except OSError as error:
+            self.remove()
+            raise cannot_be_written(path, error) from None
+        except BaseException:
+            self.remove()
             raise
-        self._lines: list[str] = []
-        self._rollup_lines: list[str] = []
-        if found is None or overwrite:
-            self._start(json.loads(encode(header)))
-        else:
-            self._resume(found)
 
     def _start(self, header: dict[str, Any]) -> None:
         self._file.truncate()
@@ -178,8 +182,16 @@ class RunWriter:
 
     def abandon(self) -> None:
         """Close the files as they are."""
-        self._file.close()
-        self._rollup.close()
+        for file in self._files:
+            file.close()
+
+    def remove(self) -> None:
+        """Close the files, and remove those that were made by this."""
+        self.abandon()
+        paths = self.path, rollup_path(self.path)
+        for path, file in zip(paths, self._files, strict=False):
+            if file.is_new:
+                path.unlink(missing_ok=True)
 
     def _add_line(self, text: str) -> None:
         self._lines.append(f"{text}\n")
