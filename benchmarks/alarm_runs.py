@@ -6,7 +6,7 @@ on real digits. The rebuilt runs are *synthetic*: only the steps at which someth
 happened are those that were published; every other number is made up around them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -34,6 +34,8 @@ class Judged:
     """The first step of divergence; `None` if the run is healthy."""
     gradients: dict
     """Stored gradients of some steps, for the gallery."""
+    policy_is_recorded: bool = True
+    """Whether the record names the policy, which the alarms read."""
 
 
 def usual_rate(step):
@@ -80,14 +82,16 @@ def nan_layer(layer, start, step, stored):
     return stored
 
 
-def train(name, *, seed=0, steps=STEPS, rate=usual_rate, fault=None, keep=0):
+def train(
+    name, *, seed=0, steps=STEPS, rate=usual_rate, fault=None, keep=0, interval=100
+):
     """Train, and return the run; it is lost where the loss never comes back."""
     digits, generator = load_digits(), np.random.default_rng(seed)
     # Unit gain: SGD needs gradients that do not vanish over eight layers.
     gain = np.float32(1.3 / (network.START_DEVIATION * np.sqrt(network.WIDTH)))
     weights = [gain * weight for weight in network.initial_weights(generator)]
     momenta = [np.zeros_like(weight) for weight in weights]
-    policy = Dynamic(growth_interval=100)
+    policy = Dynamic(growth_interval=interval)
     state = ls.init(policy)
     records, gradients = [], {}
     np.seterr(over="ignore", invalid="ignore")
@@ -168,13 +172,29 @@ def trainings():
     """Yield ten healthy trainings and four lost ones; the rules were tuned on them."""
     for seed in range(10):
         yield train(f"healthy, seed {seed}", seed=seed)
+    yield from short_intervals(range(3))
     yield from lost_trainings(seed=0)
+
+
+def short_intervals(seeds):
+    """Yield healthy trainings whose scale grows often, and so backs off often.
+
+    Each is judged twice: with its policy, and as a record that does not name it.
+    """
+    for interval in (10, 25, 50):
+        for seed in seeds:
+            name = f"healthy, growth every {interval} steps, seed {seed}"
+            run = train(name, seed=seed, interval=interval)
+            yield run
+            yield replace(run, name=f"{name}, no policy", policy_is_recorded=False)
 
 
 def new_trainings():
     """Yield trainings with seeds that no rule was tuned on."""
     for seed in range(100, 120):
         yield train(f"healthy, seed {seed}", seed=seed)
+    # 100 to 104 were looked at when the shortest window was chosen.
+    yield from short_intervals(range(200, 205))
     for seed in range(100, 105):
         for run in lost_trainings(seed):
             run.name += f", seed {seed}"

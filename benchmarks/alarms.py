@@ -27,7 +27,8 @@ HEADS = (
 
 def judge(run):
     """Return a row of the table."""
-    found = list(scan(run.records, policy=describe_policy(run.policy)))
+    policy = describe_policy(run.policy) if run.policy_is_recorded else None
+    found = list(scan(run.records, policy=policy))
     first = found[0] if found else None
     lead = run.lost - first.step if run.lost and first else ""
     return [

@@ -1,6 +1,6 @@
 """The types that a user of `lossscale.diagnostics` sees."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from typing_extensions import assert_type
@@ -11,7 +11,7 @@ from lossscale.diagnostics import (
     AlarmRules,
     Backtest,
     Estimate,
-    LostShare,
+    LostFraction,
     Outcome,
     Recommendation,
     Recorder,
@@ -19,6 +19,7 @@ from lossscale.diagnostics import (
     RunFile,
     StepRecord,
     TensorStatistics,
+    UpdateStatistics,
     backtest,
     build_report,
     explain_run,
@@ -70,6 +71,9 @@ def read(path: Path) -> None:
 def attach(path: Path, report: StepReport) -> ReportLike:
     GradScaler("cpu", on_step=Recorder(path))
     assert_type(report.statistics, TensorStatistics | None)
+    if report.statistics is not None and report.statistics.updates is not None:
+        assert_type(report.statistics.updates, UpdateStatistics)
+        assert_type(report.statistics.updates.lost, Sequence[float])
     return report
 
 
@@ -78,7 +82,7 @@ def try_policies(path: Path) -> None:
     assert_type(found, Backtest)
     assert_type(found.outcomes["low"], Outcome)
     assert_type(found.recorded.skipped, Estimate)
-    assert_type(found.recorded.lost, LostShare | None)
+    assert_type(found.recorded.lost, LostFraction | None)
     backtest(read_run(path), [Dynamic(), Fixed()])
     backtest(path, ["torch"])  # type: ignore[list-item]
 

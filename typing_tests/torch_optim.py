@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 import lossscale.torch as ls
+from lossscale.diagnostics import UpdateStatistics
 from lossscale.torch import optim
 
 model = torch.nn.Linear(2, 1)
@@ -39,6 +40,9 @@ own.copy_settings()
 own.load_state_dict(own.state_dict())
 own.step()
 loss: Any = own.step(lambda: 1.0)
+own.measure_next_update()
+update: UpdateStatistics | None = own.last_update
+own.last_update = None  # type: ignore[misc]
 torch.optim.lr_scheduler.ExponentialLR(own, 0.9).step()
 
 conversion = ls.to_float16(model, keep_float32=["head", torch.nn.Embedding])

@@ -11,10 +11,12 @@ from helpers.runs import record_run
 from lossscale.diagnostics import Recorder
 
 
+def lossscale(*arguments, cwd):
+    return run_process([sys.executable, "-m", "lossscale", *arguments], cwd=cwd)
+
+
 def report(*arguments, cwd):
-    return run_process(
-        [sys.executable, "-m", "lossscale", "report", *arguments], cwd=cwd
-    )
+    return lossscale("report", *arguments, cwd=cwd)
 
 
 def check(result):
@@ -94,12 +96,16 @@ def test_a_bad_file_is_one_sentence_and_nothing_is_written(run, tmp_path, kind, 
     assert before == sorted(tmp_path.iterdir())
 
 
-def test_a_folder_and_a_pipe_are_not_runs(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    assert "not a regular file" in refusal(report(pipe, cwd=tmp_path))
-    assert "is a directory" in refusal(report(tmp_path, cwd=tmp_path))
-    assert [pipe] == list(tmp_path.iterdir())
+@pytest.mark.parametrize("command", ["report", "export", "watch", "explain"])
+def test_a_folder_and_a_pipe_are_not_runs(tmp_path, command):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    more = ["-o", "out.parquet"] if command == "export" else []
+    end = "expected a run recorded as JSON lines."
+    for name, kind in (("pipe", "not a regular file"), ("folder", "a directory")):
+        result = lossscale(command, name, *more, cwd=tmp_path)
+        assert f"{name} is {kind}; {end}" == refusal(result)
+    assert 2 == len(list(tmp_path.iterdir()))
 
 
 def test_one_bad_run_among_several_writes_nothing(run, tmp_path):
@@ -113,14 +119,65 @@ def test_one_bad_run_among_several_writes_nothing(run, tmp_path):
         ("no/such/out.html", "There is no folder"),
         (".", "is a folder"),
         ("run.jsonl", "is one of the runs"),
+        ("run.jsonl.rollup", "is the roll-up of a run"),
+        ("link", "is the roll-up of a run"),
         ("out.html/", "is a folder"),
+        ("pipe", "is a device or pipe"),
+        ("null", "is a device or pipe"),
+        ("x.pdf", "does not end as"),
     ],
 )
-def test_an_output_that_cannot_be_written_is_one_sentence(run, tmp_path, output, words):
+@pytest.mark.parametrize("command", ["report", "export"])
+def test_an_output_that_cannot_be_written_is_one_sentence(
+    run, tmp_path, output, words, command
+):
     (tmp_path / "out.html").mkdir()
-    content = run.read_bytes()
-    assert words in refusal(report(run, "-o", output, cwd=tmp_path))
-    assert content == run.read_bytes()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "null").symlink_to(os.devnull)
+    (tmp_path / "link").symlink_to("run.jsonl.rollup")
+    files = run, tmp_path / "run.jsonl.rollup"
+    content = [file.read_bytes() for file in files]
+    before = sorted(tmp_path.iterdir())
+    result = lossscale(command, run, "-o", output, cwd=tmp_path)
+    assert words in refusal(result)
+    assert content == [file.read_bytes() for file in files]
+    assert before == sorted(tmp_path.iterdir())
+    assert (tmp_path / "null").is_symlink()
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_roll_up_that_is_gone_is_not_written_over(run, tmp_path):
+    (tmp_path / "run.jsonl.rollup").unlink()
+    result = report(run, "--format", "md", "-o", "run.jsonl.rollup", cwd=tmp_path)
+    assert "is the roll-up of a run" in refusal(result)
+
+
+@pytest.mark.parametrize(
+    ("form", "start"), [("md", "## run"), ("json", "{"), (None, "<!doctype html>")]
+)
+def test_a_dash_prints_the_report(run, tmp_path, form, start):
+    more = [] if form is None else ["--format", form]
+    before = sorted(tmp_path.iterdir())
+    assert check(report(run, "-o", "-", *more, cwd=tmp_path)).startswith(start)
+    assert before == sorted(tmp_path.iterdir())
+
+
+def test_a_dash_is_no_file_of_an_export(run, tmp_path):
+    assert "'-' is none" in refusal(lossscale("export", run, "-o", "-", cwd=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("form", "output"), [("html", "x.md"), ("md", "x.html"), ("json", "x.pdf")]
+)
+def test_an_ending_that_contradicts_the_format_is_refused(run, tmp_path, form, output):
+    result = report(run, "--format", form, "-o", output, cwd=tmp_path)
+    assert f"does not end as a report in {form} does" in refusal(result)
+    assert not (tmp_path / output).exists()
+
+
+def test_a_name_without_an_ending_is_a_page(run, tmp_path):
+    check(report(run, "-o", "page", cwd=tmp_path))
+    assert (tmp_path / "page").read_text(encoding="utf-8").startswith("<!doctype")
 
 
 def test_a_folder_without_permission_is_one_sentence(run, tmp_path):

@@ -30,7 +30,7 @@ def alarms(records, policy=POLICY, **rules):
 
 
 def backing_off(count, every=10, loss=2.0):
-    """Return a run that settles, and then lowers its scale so many times."""
+    """Return a run that finds its scale, and then lowers its scale so many times."""
     records, scale, number = healthy(1, 50, loss=loss), 1024.0, 50
     for _ in range(count):
         records.append(skip(number + 1, scale, loss=loss, nonfinite=(("a", "inf"),)))
@@ -46,6 +46,23 @@ def test_several_back_offs_with_a_finite_loss():
     assert ("back-offs", 82, ("a",)) == (alarm.kind, alarm.step, alarm.names)
     assert "4 times within" in alarm.message
     assert "from 1,024 to 64" in alarm.message
+    assert "growing faster than the scale can follow" in alarm.message
+
+
+def test_growths_in_between_count_against_back_offs_and_are_named():
+    records, number = healthy(1, 50), 50
+    for scale in (1024.0, 1024.0, 1024.0, 4096.0):  # raised before each of the last 3
+        records.append(skip(number + 1, scale, nonfinite=(("a", "inf"),)))
+        records += healthy(number + 2, number + 9, scale / 2)
+        number += 9
+    assert [] == alarms(records)
+    for scale in (2048.0, 1024.0, 512.0):
+        records.append(skip(number + 1, scale, nonfinite=(("a", "inf"),)))
+        records += healthy(number + 2, number + 5, scale / 2)
+        number += 5
+    (alarm,) = alarms(records)
+    text = "lowered 7 times within 48 steps, and raised 3 times in between, from 1,024"
+    assert f"{text} to 256" in alarm.message
 
 
 def test_the_last_good_step_is_the_one_before_the_first_back_off():
@@ -55,6 +72,43 @@ def test_the_last_good_step_is_the_one_before_the_first_back_off():
 
 def test_back_offs_that_are_far_apart_are_healthy():
     assert [] == alarms(backing_off(8, every=60))
+
+
+def growing_and_backing_off(count, interval=20):
+    """Return a run that overflows after each of so many growths, and goes on."""
+    records, number = healthy(1, 50), 50
+    for _ in range(count):
+        records.append(skip(number + 1, 2048.0, nonfinite=(("a", "inf"),)))
+        records += healthy(number + 2, number + interval)
+        number += interval
+    return records
+
+
+@pytest.mark.parametrize("policy", [None, describe_policy(Dynamic(growth_interval=20))])
+def test_back_offs_that_follow_growths_are_healthy(policy):
+    assert [] == alarms(growing_and_backing_off(20), policy=policy)
+
+
+def test_the_noise_of_a_few_losses_is_no_rise():
+    """With a growth interval of 4, two losses would make the half of a window."""
+    policy = describe_policy(Dynamic(growth_interval=4))
+    records = healthy(1, 120, loss=2.0)
+    records += [skip(121, 1024.0, loss=2.0), skip(122, 512.0, loss=4.0)]
+    records += healthy(123, 130, 256.0, loss=4.0)
+    assert [] == alarms(records, policy=policy)
+
+
+def test_a_nan_loss_of_applied_steps_is_an_alarm():
+    """The last steps that are good are those before the one that broke the weights."""
+    records = healthy(1, 30, loss=1.0) + healthy(31, 33, loss=float("nan"))
+    (alarm,) = alarms(records)
+    assert ("nan", 33, 29) == (alarm.kind, alarm.step, alarm.last_good_step)
+    assert "The loss was NaN for 3 steps in a row" in alarm.message
+    assert [] == alarms(records[:-1])
+
+
+def test_a_loss_that_was_not_recorded_is_no_nan():
+    assert [] == alarms(healthy(1, 60))
 
 
 def test_two_back_offs_are_enough_if_the_loss_is_rising():

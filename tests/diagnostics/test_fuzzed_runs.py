@@ -14,12 +14,24 @@ import math
 import os
 import warnings
 
+import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lossscale.diagnostics import Recorder, RecordWarning, build_report, read_run
+from lossscale.cli.application import application
+from lossscale.diagnostics import (
+    Recorder,
+    RecordWarning,
+    UpdateStatistics,
+    build_report,
+    measure_tensors,
+    read_run,
+)
 from lossscale.diagnostics.alarms import KINDS, scan
+from lossscale.diagnostics.live import render_run
+from lossscale.diagnostics.records.follower import RunFollower
 from lossscale.diagnostics.records.run_file import rollup_path
 from lossscale.errors import StateError
 
@@ -63,8 +75,23 @@ EVENT = st.dictionaries(
     ),
     max_size=2,
 )
+UPDATE = st.tuples(
+    *map(st.sampled_from, ((0, 1, 2), (0.5, None), (0.5, 1), ("float16",), (0, 1)))
+).map(list)
+CHANGED = st.tuples(UPDATE, st.integers(0, 4), JSON).map(
+    lambda drawn: [*drawn[0][: drawn[1]], drawn[2], *drawn[0][drawn[1] + 1 :]]
+)
+STATISTICS = st.builds(
+    lambda updates: {
+        "statistics": {"step": 1, "scale": 8.0, "tensors": [], "updates": updates}
+    },
+    st.lists(UPDATE | CHANGED | st.lists(JSON, max_size=6), max_size=3) | JSON,
+)
+"""Lines in which all but the updates is as it should be."""
 LINE = (
-    st.one_of(STEP, EVENT, JSON).map(lambda value: json.dumps(value).encode())
+    st.one_of(STEP, EVENT, STATISTICS, JSON).map(
+        lambda value: json.dumps(value).encode()
+    )
     | st.binary(max_size=20)
     | st.sampled_from([b"[" * 5000, b'{"a":' * 5000, b"1" * 5000, b"[1,0,8,1", b"[]"])
 )
@@ -75,10 +102,18 @@ def run(tmp_path_factory):
     """Return the bytes of a real run and of its roll-up, and a place for files."""
     path = tmp_path_factory.mktemp("fuzzed") / "run.jsonl"
     with Recorder(path, names=["a", "b"]) as recorder:
+        recorder.describe(dtypes={"a": "float16", "b": "float32"})
         for step in range(1, 9):
             recorder.record(
-                scale=8.0, applied=step % 3 > 0, loss=1.0, nonfinite={"a": "nan"}
+                scale=8.0,
+                applied=step % 3 > 0,
+                loss=1.0,
+                amax=0.1,
+                nonfinite={"a": "nan"},
             )
+        statistics = measure_tensors({"a": np.ones(2), "b": np.zeros(3)})
+        updates = UpdateStatistics(["a"], [0.5], [0.25], ["float16"], [False])
+        recorder.record_statistics(statistics._replace(updates=updates), scale=8.0)
     rolled = rollup_path(path).read_bytes()
     return path, path.read_bytes().splitlines(keepends=True), rolled
 
@@ -113,6 +148,10 @@ def check_reading(path, content, rolled=None):
     for block in found.blocks:
         for sample in found.statistics(block.offset, block.size):
             assert 0 < sample.scale < math.inf
+            for row in sample.updates or ():
+                assert row.ratio is None or 0 <= row.ratio < math.inf
+                assert 0 <= row.lost <= 1
+                assert isinstance(row.name, str)
     assert {alarm.kind for alarm in scan(records)} <= set(KINDS)
     return found
 
@@ -199,6 +238,105 @@ def test_a_run_of_any_kind_that_is_read_has_a_report(run, header, extra):
     assert reports["html"].endswith("</html>\n")
     assert found.rows == json.loads(reports["json"])["runs"][0]["steps"]
     assert reports["md"].startswith("## ")
+
+
+POLICY_KEYS = ("kind", "growth_interval", "min_scale", "scale", "growth_factor")
+HEADER = st.one_of(
+    st.just({}),
+    st.dictionaries(st.sampled_from(HEADER_KEYS), JSON, max_size=3),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "policy": st.dictionaries(st.sampled_from(POLICY_KEYS), JSON),
+            "config": st.dictionaries(st.text(max_size=4), JSON, max_size=3),
+            "versions": st.dictionaries(st.sampled_from(["torch", "x"]), JSON),
+            "dtypes": st.lists(st.sampled_from(["float16", "float32"]), max_size=4),
+        },
+    ),
+)
+COMMANDS = (
+    ("report", "--format", "json"),
+    ("report", "-o", "out.html"),
+    ("watch", "--once"),
+    ("explain",),
+    ("export", "-o", "out.parquet"),
+    ("backtest", "-p", "dynamic", "-p", "fixed:scale=4"),
+    ("recommend",),
+)
+
+
+def check_commands(path, outputs):
+    """Raise unless every command ends with a result or with one sentence.
+
+    Returns how many had a result.
+    """
+    runner, results = CliRunner(), 0
+    for command, *options in COMMANDS:
+        chosen = [str(outputs / o) if o.startswith("out.") else o for o in options]
+        result = runner.invoke(application, [command, str(path), *chosen])
+        if result.exit_code not in (0, 2) or "Traceback" in result.output:
+            raise AssertionError((command, result.output)) from result.exception
+        results += not result.exit_code
+    return results
+
+
+def test_every_command_has_a_result_for_a_run_that_nobody_touched(run):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    path, lines, rolled = run
+    path.write_bytes(b"".join(lines))
+    rollup_path(path).write_bytes(rolled)
+    assert len(COMMANDS) == check_commands(path, path.parent)
+
+
+@examples(500)
+@given(HEADER, st.lists(LINE, max_size=4), st.integers(1, 12))
+def test_every_command_takes_a_run_of_any_kind(run, header, extra, at):
+    path, lines, _ = run
+    whole = json.dumps(json.loads(lines[0]) | header).encode() + b"\n"
+    more = [line + b"\n" for line in extra]
+    rollup_path(path).unlink(missing_ok=True)
+    path.write_bytes(b"".join([whole, *lines[1:at], *more, *lines[at:]]))
+    check_commands(path, path.parent)
+
+
+@examples(300)
+@given(st.lists(LINE, max_size=4), st.integers(1, 12))
+def test_lines_of_any_kind_are_followed(run, extra, at):
+    path, lines, _ = run
+    rollup_path(path).unlink(missing_ok=True)
+    path.write_bytes(b"".join(lines[:at]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecordWarning)
+        follower = RunFollower(path)
+    with path.open("ab") as file:
+        file.write(b"".join([*(line + b"\n" for line in extra), *lines[at:]]))
+    follower.update()
+    assert render_run(follower, 80)
+
+
+TAMPERED = {
+    "formats": {"dtypes": [{}, []]},
+    "infinite": {"config": {"x": math.inf}},
+    "a number beyond every format": {"config": {"x": 10**400}},
+    "versions": {"versions": ["torch"]},
+    "policy": {"policy": [1]},
+    "started": {"started": 10**400},
+}
+
+
+@pytest.mark.parametrize("change", TAMPERED)
+def test_a_header_that_was_tampered_with_is_one_sentence_or_a_report(run, change):
+    path, lines, _ = run
+    whole = json.dumps(json.loads(lines[0]) | TAMPERED[change]).encode() + b"\n"
+    rollup_path(path).unlink(missing_ok=True)
+    path.write_bytes(b"".join([whole, *lines[1:]]))
+    check_commands(path, path.parent)
+
+
+def test_a_time_without_end_is_no_step(run):
+    path, lines, _ = run
+    found = check_reading(path, b"".join([*lines, b"[99,1e400,8,1]\n"]))
+    assert 8 == found.rows
 
 
 def test_reading_runs_nothing(run, monkeypatch):

@@ -1,6 +1,8 @@
 """A recorded run as a Parquet file, read back by pyarrow."""
 
 import json
+import os
+import stat
 import sys
 
 import pytest
@@ -8,7 +10,7 @@ from helpers.processes import run_process
 from helpers.runs import record_run
 
 from lossscale.diagnostics import export_parquet, read_run
-from lossscale.errors import MissingPackageError, StateError
+from lossscale.errors import MissingPackageError, SettingError, StateError
 
 
 def test_every_step_is_in_the_file(tmp_path, monkeypatch):
@@ -39,6 +41,23 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="no"):
         export_parquet(known.path, tmp_path / "no" / "out.parquet")
     assert not list(tmp_path.rglob("*.parquet*"))
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    known = record_run(tmp_path / "run.jsonl", 10)
+    pipe, null = tmp_path / "pipe", tmp_path / "null"
+    os.mkfifo(pipe)
+    null.symlink_to(os.devnull)
+    for output in (pipe, null, tmp_path):
+        with pytest.raises(SettingError, match="is not a regular file"):
+            export_parquet(known.path, output)
+    for output in (known.path, tmp_path / "run.jsonl.rollup"):
+        with pytest.raises(SettingError, match="belongs to the run"):
+            export_parquet(known.path, output)
+    assert pipe.is_fifo()
+    assert stat.S_ISCHR(null.stat().st_mode)
+    assert 10 == read_run(known.path).rows
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from lossscale import Dynamic
 from lossscale.diagnostics import Recorder, RecordWarning, StepRecord, read_run
 from lossscale.diagnostics.records.layout import COLUMNS
 from lossscale.diagnostics.records.steps import read_report
+from lossscale.diagnostics.records.writer import RunWriter
 from lossscale.errors import SettingError, SettingTypeError, StateError
 
 
@@ -433,6 +434,45 @@ def test_a_bad_setting_is_an_error_and_no_file(path, settings, words):
     with pytest.raises((SettingError, SettingTypeError), match=words):
         Recorder(path, **settings)
     assert [] == list(path.parent.iterdir())
+
+
+@pytest.mark.parametrize("if_exists", ["resume", "overwrite"])
+def test_a_device_is_no_run(tmp_path, if_exists):
+    null = tmp_path / "null"
+    null.symlink_to(os.devnull)
+    with pytest.raises(SettingError, match="it is not a regular file"):
+        Recorder(null, if_exists=if_exists)
+    assert [null] == list(tmp_path.iterdir())
+
+
+def test_a_disk_without_room_for_the_header_is_an_error_and_no_file(tmp_path):
+    """A limit on the size of files stands for a disk that is full."""
+    result = run_process([sys.executable, "-c", NO_ROOM, tmp_path / "run.jsonl"])
+    assert "" == result.stderr
+    assert "SettingError run.jsonl cannot be written: File too large." in result.stdout
+    assert [] == list(tmp_path.iterdir())
+
+
+NO_ROOM = """
+import resource, signal, sys
+from pathlib import Path
+from lossscale.diagnostics import Recorder
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+path = Path(sys.argv[1])
+try:
+    Recorder(path)
+except Exception as error:
+    print(type(error).__name__, str(error).replace(f"{path.parent}/", ""))
+"""
+
+
+def test_a_header_that_cannot_be_made_leaves_no_lock(path):
+    """The second recorder would be refused if the first still had the file."""
+    with pytest.raises(TypeError):
+        RunWriter(path, {"names": 3}, overwrite=False)
+    assert [] == list(path.parent.iterdir())
+    Recorder(path).close()
 
 
 @pytest.mark.parametrize("place", ["a directory", "below a file", "a pipe"])

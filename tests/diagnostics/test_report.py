@@ -21,9 +21,11 @@ from lossscale.diagnostics import (
     read_run,
 )
 from lossscale.diagnostics.formats import FORMATS
+from lossscale.diagnostics.records import run_file
 from lossscale.diagnostics.records.columns import read_columns
+from lossscale.diagnostics.records.layout import decode_step
 from lossscale.diagnostics.records.steps import CAUSES
-from lossscale.diagnostics.report import levels, page
+from lossscale.diagnostics.report import levels, page, summary
 from lossscale.diagnostics.report.buckets import fit, from_blocks, from_columns
 from lossscale.diagnostics.report.levels import make_levels
 from lossscale.diagnostics.report.tensors import BROKEN, make_heat_map, outcome
@@ -261,6 +263,41 @@ def test_advice_brackets_the_layer_that_broke(tmp_path):
     assert "At step 1 the backward pass had c finite, and b no longer" in text
 
 
+def test_the_bracket_is_found_in_one_read_of_a_block(tmp_path, monkeypatch):
+    """NaN in every tensor has no bracket: the time must not grow with the tensors."""
+    path = tmp_path / "run.jsonl"
+    names = [f"layer{i}" for i in range(40)]
+    with Recorder(path, names=names, writers=(), alarms=None) as recorder:
+        for step in range(1, 3 * 1_024 + 1):
+            bad = step % 50 == 0
+            broken = dict.fromkeys(names, "nan") if bad else ()
+            recorder.record(scale=8.0, applied=not bad, cause="nan", nonfinite=broken)
+    run = read_run(path)
+    decoded = []
+
+    def decode(row, names):
+        decoded.append(row[0])
+        return decode_step(row, names)
+
+    monkeypatch.setattr(run_file, "decode_step", decode)
+    assert summary._find_bracket(run, ()) is None
+    assert list(range(1, 3 * 1_024 + 1)) == decoded
+    monkeypatch.setattr(summary, "_MOST_BLOCKS", 2)
+    decoded.clear()
+    assert summary._find_bracket(run, ()) is None
+    assert 2 * 1_024 == len(decoded)
+
+
+def test_a_bracket_after_a_step_without_one_is_found(tmp_path):
+    """Every tensor breaks in step 1; step 2 breaks in the first alone."""
+    path = tmp_path / "run.jsonl"
+    with Recorder(path, names=["a", "b"], writers=()) as recorder:
+        recorder.record(scale=8.0, applied=False, nonfinite={"a": "inf", "b": "inf"})
+        recorder.record(scale=8.0, applied=False, nonfinite={"a": "inf"})
+    bracket = {"step": 2, "broken": "a", "nearest_finite": "b"}
+    assert bracket == summary_of(path)["bracket"]
+
+
 def test_a_run_of_zeros_is_told_to_scale(tmp_path):
     path = tmp_path / "run.jsonl"
     zeros = {"w": np.zeros(8, np.float16)}
@@ -317,6 +354,39 @@ def test_a_healthy_run_is_left_alone(tmp_path):
     steps += [{"scale": 16.0, "applied": False, "nonfinite": {"a": "inf"}}]
     (text,) = record_steps(path, steps)
     assert text.startswith("Nothing to change: 1 step was skipped while the scale grew")
+    assert "grew once, which is how" in text
+
+
+def test_a_skip_without_a_growth_is_not_one_while_the_scale_grew(tmp_path):
+    steps = [{"scale": 8.0, "applied": False, "nonfinite": {"a": "inf"}, "amax": 1.0}]
+    steps += [{"scale": 4.0, "applied": True, "amax": 1.0}] * 50
+    (text,) = record_steps(tmp_path / "run.jsonl", steps)
+    assert "Nothing to change: 1 step was skipped, which is how" in text
+
+
+FINE = {"scale": 8.0, "applied": True, "amax": 1.0, "loss": 1.0}
+BROKEN_RUNS = {
+    "NaN gradients": ([FINE] * 24 + [FINE | {"applied": False, "cause": "nan"}]) * 4,
+    "a loss that ends as NaN": [FINE] * 30 + [FINE | {"loss": math.nan}] * 30,
+    "infinite losses": [FINE] * 30 + [FINE | {"loss": math.inf}] * 30,
+    "steps that were not taken": [
+        *([FINE] * 30),
+        FINE | {"applied": False, "cause": "not stepped"},
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_RUNS)
+def test_a_broken_run_is_never_left_alone(tmp_path, kind):
+    advice = record_steps(tmp_path / "run.jsonl", BROKEN_RUNS[kind])
+    assert advice
+    assert not any("Nothing to change" in text for text in advice)
+
+
+def test_the_advice_on_nan_says_where_to_look(tmp_path):
+    advice = record_steps(tmp_path / "run.jsonl", BROKEN_RUNS["NaN gradients"])
+    assert "4 steps had NaN in the gradients" in advice[0]
+    assert "Look for it in the forward pass" in advice[0]
 
 
 HOSTILE = [

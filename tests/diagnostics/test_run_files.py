@@ -248,14 +248,17 @@ def test_a_directory_a_pipe_and_nothing_are_one_error_each(tmp_path):
 
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for path, words in (
-        (tmp_path, "is a directory"),
-        (pipe, "not a regular file"),
-        (tmp_path / "missing", "No such file"),
-        (tmp_path / "nul\0byte", "null byte"),
+    expected = "expected a run recorded as JSON lines."
+    nul = f"{tmp_path}/nul\0byte"
+    for path, message in (
+        (tmp_path, f"{tmp_path} is a directory; {expected}"),
+        (pipe, f"{pipe} is not a regular file; {expected}"),
+        (f"{pipe}2", f"{pipe}2 cannot be read: No such file or directory."),
+        (nul, f"{nul!r} cannot be read: embedded null byte."),
     ):
-        with pytest.raises(StateError, match=words):
+        with pytest.raises(StateError) as caught:
             read_run(path)
+        assert message == str(caught.value)
 
 
 def test_an_enormous_file_of_another_kind_is_refused_at_once(tmp_path):

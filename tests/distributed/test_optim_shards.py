@@ -56,6 +56,20 @@ def test_a_sharded_training_equals_that_of_whole_tensors(mesh, name, dtype):
         assert torch.equal(expected, shard.full_tensor())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_update_of_a_shard_is_measured(mesh, name, dtype):
+    found = []
+    for params in (make_params(dtype, None), make_params(dtype, mesh)):
+        optimizer = MAKERS[name](params)
+        train(optimizer, params)
+        optimizer.measure_next_update()
+        optimizer.step()
+        found.append(optimizer.last_update)
+    assert len(found[0].names) == 2
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_loaded_state_is_sharded_as_its_parameter_is(mesh, name):
     params = make_params(torch.float16, mesh)

@@ -7,14 +7,18 @@ chunks; on a machine with a GPU they run as they are:
     PYTHONPATH=src:tests python tests/kernels/optim_cases.py [cuda] [--large]
 """
 
+import gc
 import math
 import sys
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from helpers import updates
 from helpers.optimizers import (
     ONE_OF_EACH,
     SETTINGS,
@@ -207,7 +211,12 @@ def checks(
                 f"{setting} {kind}",
                 lambda setting=setting, kind=kind: check_setting(device, setting, kind),
             )
+            yield (
+                f"measured {setting} {kind}",
+                lambda s=setting, kind=kind: updates.check_setting(device, s, kind),
+            )
     for setting in ONE_OF_EACH:
+        yield from measured(device, setting, block)
         yield f"sizes {setting}", lambda s=setting: check_sizes(device, s, block)
         yield f"unaligned {setting}", lambda s=setting: check_unaligned(device, s)
         yield f"missing {setting}", lambda s=setting: check_missing(device, s)
@@ -215,6 +224,14 @@ def checks(
         yield f"reference {setting}", lambda s=setting: check_reference(device, s)
         yield f"write back {setting}", lambda s=setting: check_write_back(device, s)
         yield f"scaler {setting}", lambda s=setting: check_scaler(device, s)
+        for kind in list(KINDS)[1:]:
+            yield (
+                f"finite {setting} {kind}",
+                lambda s=setting, kind=kind: check_finite(device, s, kind),
+            )
+        yield from replaced(device, setting)
+    yield "removed group", lambda: check_removed_group(device)
+    yield "listed twice", lambda: check_listed_twice(device)
     yield "strides", lambda: check_strides(device)
     yield "groups", lambda: check_groups(device)
     yield "bfloat16 moments", lambda: check_moments(device)
@@ -235,17 +252,66 @@ def checks(
         yield "large", lambda: check_large(device)
 
 
+def replaced(device, setting):
+    """Yield the checks of state that other code replaces between two steps."""
+    for way in WAYS_TO_REPLACE:
+        yield (
+            f"replaced by {way} {setting}",
+            lambda way=way: check_replaced(device, setting, way),
+        )
+    yield f"reset {setting}", lambda: check_reset(device, setting)
+    yield f"freed {setting}", lambda: check_freed(device, setting)
+    yield f"resting {setting}", lambda: check_replaced_at_rest(device, setting)
+
+
+def measured(device, setting, block):
+    """Yield the checks of what a step adds to the weights."""
+    for name, check in (
+        ("groups", lambda: updates.check_groups(device, setting)),
+        ("sizes", lambda: updates.check_sizes(device, setting, block)),
+        ("tiny", lambda: updates.check_tiny(device, setting)),
+        ("scaler", lambda: updates.check_with_scaler(device, setting)),
+    ):
+        yield f"measured {name} {setting}", check
+    for kind in KINDS:
+        yield (
+            f"measured bits {setting} {kind}",
+            lambda kind=kind: updates.check_same_bits(device, setting, kind),
+        )
+
+
 def check_setting(device, setting, kind):
     dtype, masters = KINDS[kind]
     twins = Twins(
         lambda params, **more: setting.ours(params, master_weights=masters, **more),
         lambda: make_params(dtype, device=device),
     )
-    # Without masters torch computes in half precision unless it unscales.
-    first = None if dtype == FLOAT32 or masters else 1.0
-    for number, scale in enumerate((first, 8.0, 8.0, 3.0, 2.0**-3)):
+    for number, scale in enumerate((None, 8.0, 8.0, 3.0, 2.0**-3)):
         gives = random_grads(number, scale or 1.0)
         twins.step(gives, scale, skip=number == 2)
+
+
+def check_finite(device, setting, kind):
+    """A weight beyond the range of its dtype becomes the largest number of it."""
+    dtype, masters = KINDS[kind]
+    largest = torch.finfo(dtype).max
+    start = torch.tensor([largest, -largest, 1.0, torch.nan], device=device).to(dtype)
+    param = torch.nn.Parameter(start)
+    optimizer = setting.ours([param], master_weights=masters)
+    (group,) = optimizer.param_groups
+    group["weight_decay"] = 0.0
+    sign = -1.0 if group["maximize"] else 1.0
+    group["lr"] = largest / 300.0
+    param.grad = sign * torch.tensor([-1.0, 1.0, 0.0, 0.0], device=device).to(dtype)
+    optimizer.grad_scale = torch.ones((), device=device)
+    optimizer.found_inf = torch.zeros((), device=device)
+    optimizer.step()
+    assert [largest, -largest, 1.0] == param[:3].tolist()
+    assert param[3].isnan()
+    if masters:
+        (master,) = optimizer.master_parameters()
+        assert master[0] > largest
+        assert master[1] < -largest
 
 
 def check_sizes(device, setting, block):
@@ -313,6 +379,135 @@ def check_missing(device, setting):
                 added = make_params(device=device, seed=5)
                 optimizer.add_param_group({"params": added, "lr": 0.2})
         twins.step(give_grads(number))
+
+
+def _swap_memory(value):
+    value.data = value.data.clone()
+    return value
+
+
+WAYS_TO_REPLACE = {
+    "a copy on the host and back": lambda value: value.cpu().clone().to(value.device),
+    "a copy on the host": lambda value: value.cpu().clone(),
+    "other memory": _swap_memory,
+}
+
+
+def replace_state(optimizer, params, way):
+    for param in params:
+        state = optimizer.state[param]
+        for name, value in list(state.items()):
+            if isinstance(value, torch.Tensor):
+                state[name] = WAYS_TO_REPLACE[way](value)
+
+
+def check_replaced(device, setting, way):
+    """A training whose state is moved away equals the undisturbed one, as saved."""
+
+    def train(*, moves):
+        params = make_params(FLOAT16, device=device)
+        params += make_params(FLOAT32, device=device, seed=3)
+        optimizer = setting.ours(params, master_weights=True)
+        for number in range(5):
+            set_grads(params, number)
+            optimizer.step()
+            if moves and number in (1, 3):
+                replace_state(optimizer, params, way)
+        return optimizer
+
+    check_equal(
+        {name: x.to(device) for name, x in copy_tensors(train(moves=False)).items()},
+        {name: x.to(device) for name, x in copy_tensors(train(moves=True)).items()},
+    )
+
+
+def check_replaced_at_rest(device, setting):
+    """The same for a parameter that has no gradient at the step after."""
+
+    def train(*, moves):
+        params = make_params(FLOAT16, [(70,), (5,)], device)
+        optimizer = setting.ours(params, master_weights=True)
+        for number in range(5):
+            set_grads(params, number)
+            if number == 2:
+                params[1].grad = None
+            optimizer.step()
+            if moves and number == 1:
+                replace_state(optimizer, params[1:], "a copy on the host and back")
+        return optimizer
+
+    check_equal(tensors_of(train(moves=False)), tensors_of(train(moves=True)))
+
+
+def check_reset(device, setting):
+    """A state that is emptied begins again."""
+    params = make_params(FLOAT16, [(70,), (5,)], device)
+    optimizer = setting.ours(params, master_weights=True)
+    for number in range(2):
+        set_grads(params, number)
+        optimizer.step()
+    fresh = setting.ours(copy_params(params, FLOAT16), master_weights=True)
+    optimizer.state[params[0]] = {}
+    optimizer.state[params[1]].clear()
+    for one in (optimizer, fresh):
+        set_grads(Twins.params(one), 2)
+        one.step()
+    check_equal(tensors_of(fresh), tensors_of(optimizer))
+
+
+def check_freed(device, setting):
+    """Nothing keeps state alive that was replaced, of a parameter without gradient."""
+    params = make_params(FLOAT16, [(70,), (5,)], device)
+    optimizer = setting.ours(params, master_weights=True)
+    for number in range(2):
+        set_grads(params, number)
+        optimizer.step()
+    names = [name for name in optimizer.state[params[0]] if name != "step"]
+    replaced = [weakref.ref(optimizer.state[params[1]][name]) for name in names]
+    replace_state(optimizer, params[1:], "a copy on the host and back")
+    params[1].grad = None
+    optimizer.step()
+    gc.collect()
+    assert not any(known() is not None for known in replaced)
+
+
+def check_removed_group(device):
+    """A group goes while a parameter of a later one has no gradient."""
+
+    def groups():
+        return [
+            {"params": make_params(FLOAT32, [(9,)], device, seed), "lr": 0.1 * seed}
+            for seed in (1, 2, 3)
+        ]
+
+    twins = Twins(optim.AdamW, groups)
+    twins.step(random_grads(0))
+    for optimizer in (twins.fast, twins.slow):
+        del optimizer.param_groups[0]
+
+    def give_one(params):
+        set_grads(params, 1)
+        params[1].grad = None
+
+    twins.step(give_one)
+    twins.step(random_grads(2))
+
+
+def check_listed_twice(device):
+    """A parameter that is listed twice is updated twice, one after the other."""
+
+    def make(params, **more):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return optim.AdamW([*params, params[0]], **more)
+
+    twins = Twins(make, lambda: make_params(device=device))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(2):
+            twins.step(random_grads(number))
+    (plan,) = twins.fast._plan.devices
+    assert len(plan.members) == len(twins.params(twins.fast)) - 2
 
 
 def check_groups(device):

@@ -26,13 +26,15 @@ TABLES = {
     "starts": "*i32",
     "chunk_tensors": "*i32",
 }
-ADAM = TABLES | {"scalars": "*fp32", "found_inf": "*fp32"}
+ADAM = TABLES | {"scalars": "*fp32", "found_inf": "*fp32", "sums": "*fp32"}
 SGD = TABLES | {
     "groups": "*i32",
     "settings": "*fp64",
     "grad_scale": "*fp32",
     "found_inf": "*fp32",
+    "sums": "*fp32",
 }
+MEASURED = {"sums": "*fp64"}
 PREPARE = {
     "settings": "*fp64",
     "groups": "*i32",
@@ -54,7 +56,9 @@ ADAM_KINDS = {
 }
 
 
-def compile_adam(kinds, capability=90, *, aligned=True, write_back=False):
+def compile_adam(
+    kinds, capability=90, *, aligned=True, write_back=False, measure=False
+):
     first, second = ADAM_KINDS[kinds]
     names = ("dtype", "moments", "master", "amsgrad")
     constants = dict(zip(names, first, strict=True))
@@ -63,12 +67,13 @@ def compile_adam(kinds, capability=90, *, aligned=True, write_back=False):
     }
     return ptx(
         adam.apply_adam,
-        ADAM,
+        ADAM | (MEASURED if measure else {}),
         capability,
         mixed=first != second,
         write_back=write_back,
         aligned=aligned,
         block=tables.BLOCK,
+        measure=measure,
         **constants,
     )
 
@@ -105,9 +110,13 @@ def test_step_counts_and_bias_corrections_compile():
 @pytest.mark.parametrize("momentum", [False, True])
 @pytest.mark.parametrize("master", [False, True])
 def test_an_update_of_sgd_compiles(momentum, master):
-    ptx(
+    compile_sgd(momentum, master)
+
+
+def compile_sgd(momentum, master, *, measure=False):
+    return ptx(
         sgd.apply_sgd,
-        SGD,
+        SGD | (MEASURED if measure else {}),
         90,
         dtype=tl.float16,
         master=master,
@@ -119,4 +128,30 @@ def test_an_update_of_sgd_compiles(momentum, master):
         write_back=False,
         aligned=True,
         block=tables.BLOCK,
+        measure=measure,
     )
+
+
+def float64_stores(text):
+    """Return how many stores of the statistics of a chunk there are."""
+    return len(re.findall(r"st\.global\.b64", text))
+
+
+@pytest.mark.parametrize("kinds", ADAM_KINDS)
+def test_an_update_of_adam_that_measures_compiles(kinds):
+    text = compile_adam(kinds, measure=True)
+    assert "fma.rn.f64" in text
+    # Three numbers for each variant of the update: a full chunk or not, of each kind.
+    variants = 4 if kinds == "masters and float32" else 2
+    assert 3 * variants == float64_stores(text)
+    assert not re.search(r"div\.(full|approx)|sqrt\.approx", text)
+
+
+@pytest.mark.parametrize("master", [False, True])
+def test_an_update_of_sgd_that_measures_compiles(master):
+    assert 12 == float64_stores(compile_sgd(True, master, measure=True))
+
+
+@pytest.mark.parametrize("kinds", ADAM_KINDS)
+def test_an_update_that_does_not_measure_computes_nothing_in_float64(kinds):
+    assert ".f64" not in compile_adam(kinds)

@@ -32,3 +32,22 @@ def _small_chunks(monkeypatch):
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_kernels_do_what_torchs_functions_do(name):
     CHECKS[name]()
+
+
+def test_a_rate_of_the_device_that_is_replaced_by_zero_is_copied():
+    settings = tables.Settings(1, torch.device("cpu"))
+    of_device = torch.empty((), device="meta")
+    for _ in range(2):
+        settings.copy([[tables.host_rate(of_device)]])
+        settings.copy_rate(0, torch.tensor(0.5))
+    settings.copy([[tables.host_rate(0.0)]])
+    assert 0.0 == settings.table[0, 0].item()
+
+
+def test_a_rate_of_the_device_is_not_a_change_at_each_step():
+    settings = tables.Settings(1, torch.device("cpu"))
+    of_device = torch.empty((), device="meta")
+    settings.copy([[tables.host_rate(of_device)]])
+    settings.copy_rate(0, torch.tensor(0.5))
+    settings.copy([[tables.host_rate(of_device)]])
+    assert 0.5 == settings.table[0, 0].item()

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import click
 
-from lossscale.cli.output import kept_warnings
+from lossscale.cli.output import defer_warnings
 from lossscale.cli.report import check_output
+
+
+_ENDINGS = ("", ".parquet", ".pq")
 
 
 @click.command()
@@ -23,6 +26,11 @@ def export(run: Path, output: Path) -> None:
     from lossscale.diagnostics import export_parquet
 
     check_output(output, (run,))
-    with kept_warnings():
+    if output.suffix.lower() not in _ENDINGS:
+        message = (
+            f"--output {str(output)!r} does not end as a Parquet file does: .parquet."
+        )
+        raise click.UsageError(message)
+    with defer_warnings():
         count = export_parquet(run, output)
     click.echo(f"{count:,} steps are in {output.resolve()}")

@@ -9,7 +9,7 @@ Adapters do not import this package.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lossscale.core.statistics import TensorStatistics
+from lossscale.core.statistics import TensorStatistics, UpdateStatistics
 from lossscale.diagnostics.alarms import Alarm, AlarmRules
 from lossscale.diagnostics.explanation import RunExplanation, explain_run
 from lossscale.diagnostics.loggers.jax import record_in_jit
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Recommendation,
         recommend,
     )
-    from lossscale.diagnostics.backtests.underflow import LostShare
+    from lossscale.diagnostics.backtests.underflow import LostFraction
     from lossscale.diagnostics.recording import Recording, read_recording
     from lossscale.diagnostics.report.build import build_report
     from lossscale.diagnostics.simulation import Simulation, simulate
@@ -42,7 +42,7 @@ __all__ = [
     "Backtest",
     "Estimate",
     "ExponentHistogram",
-    "LostShare",
+    "LostFraction",
     "Outcome",
     "Recommendation",
     "RecordWarning",
@@ -53,6 +53,7 @@ __all__ = [
     "Simulation",
     "StepRecord",
     "TensorStatistics",
+    "UpdateStatistics",
     "backtest",
     "build_report",
     "explain_run",
@@ -70,7 +71,7 @@ _WITH_NUMPY = {
     "Backtest": "backtests.backtest",
     "Estimate": "backtests.outcome",
     "ExponentHistogram": "statistics",
-    "LostShare": "backtests.underflow",
+    "LostFraction": "backtests.underflow",
     "Outcome": "backtests.outcome",
     "Recommendation": "backtests.recommendation",
     "Recording": "recording",

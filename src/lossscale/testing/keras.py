@@ -123,8 +123,10 @@ class Injection:
 
     def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         optimizer = self._model.optimizer
-        known = optimizer._trainable_variables  # noqa: SLF001  # as Keras's own apply
-        variables = list(known if trainable_variables is None else trainable_variables)
+        own_variables = optimizer._trainable_variables  # noqa: SLF001  # as Keras's own apply
+        variables = list(
+            own_variables if trainable_variables is None else trainable_variables
+        )
         written = self._write(grads, variables, optimizer.variables)
         return type(optimizer).apply(optimizer, written, trainable_variables)
 
@@ -135,8 +137,8 @@ class Injection:
         trainable_variables: Sequence[Any],
     ) -> Any:
         optimizer = self._model.optimizer
-        known = optimizer._trainable_variables  # noqa: SLF001  # as Keras's own apply
-        written = self._write(grads, known, optimizer_variables)
+        own_variables = optimizer._trainable_variables  # noqa: SLF001  # as Keras's own apply
+        written = self._write(grads, own_variables, optimizer_variables)
         return type(optimizer).stateless_apply(
             optimizer, optimizer_variables, written, trainable_variables
         )

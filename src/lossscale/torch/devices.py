@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The current device, CUDA graph capture, and what `torch.compile` must not trace."""
+"""Devices: the current one, graph capture, copies to the host, `torch.compile`."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -52,6 +52,22 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 """By device and address."""
+
+
+def send_to_host(
+    numbers: torch.Tensor,
+) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """Start a copy to the host; return it, and the event that says it has arrived."""
+    if numbers.device.type != "cuda":
+        return numbers.cpu(), None
+    # torch keeps pinned memory for the next time: only the first copy allocates it.
+    copy = torch.empty(
+        numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True
+    )
+    copy.copy_(numbers, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(numbers.device))
+    return copy, event
 
 
 def uncompiled(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -10,6 +10,7 @@ the parts that the scaler is composed of in `scaler`.
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -40,6 +41,7 @@ from lossscale.torch.scaler import (
     options,
     outcome,
 )
+from lossscale.torch.scaler.description import Describe, describe_run, find_describe
 from lossscale.torch.scaler.gradient_checker import GradientChecker, LiveState
 from lossscale.torch.scaler.history import OnStep, make_history
 from lossscale.torch.scaler.iteration import FAILED, Iteration, OptimizerStep
@@ -201,6 +203,8 @@ class GradScaler(torch.amp.GradScaler):
     def _make_caches(self) -> None:
         """Create what is never pickled."""
         self._current: Iteration | None = None
+        self._describe = find_describe(self._history.on_step)
+        """What is told of the run at the first step; `None` if that is over."""
         self._sampler = StatisticsSampler(self._history.on_step)
         self._checker = GradientChecker(
             self._options, super()._unscale_grads_, self._sampler
@@ -683,9 +687,10 @@ class GradScaler(torch.amp.GradScaler):
         if closure is not None:
             step = self._begin_step(optimizer)
             check = partial(self._unscale_for_closure, step)
-            return closures.step_with_closure(
-                step, optimizer, closure, arguments, check
-            )
+            with self._measure_update(step.optimizer):
+                return closures.step_with_closure(
+                    step, optimizer, closure, arguments, check
+                )
         if self._scale is None:
             self._check_scale_growth_tracker("step")
         step = self._begin_step(optimizer)
@@ -769,9 +774,10 @@ class GradScaler(torch.amp.GradScaler):
         try:
             if is_fused:
                 is_exact = step.has_own_flags and not self._is_overridden(*_CHECK_HOOKS)
-                result = fused_optimizers.step_fused(
-                    step, stepped, arguments, self._tensors()[0], is_exact=is_exact
-                )
+                with self._measure_update(optimizer):
+                    result = fused_optimizers.step_fused(
+                        step, stepped, arguments, self._tensors()[0], is_exact=is_exact
+                    )
             else:
                 result = self._maybe_opt_step(stepped, step.state, *args, **kwargs)
         except Exception:
@@ -792,6 +798,14 @@ class GradScaler(torch.amp.GradScaler):
             self.unscale_(step.optimizer)
         else:
             self._unscale(step, stepping=True)
+
+    def _measure_update(
+        self, optimizer: torch.optim.Optimizer
+    ) -> AbstractContextManager[None]:
+        """Return a context in which a step is measured, if the callback wants it."""
+        if not self._sampler.is_listening:
+            return _NO_CONTEXT
+        return self._checker.measure_update(optimizer, self._iteration)
 
     def _unscale_for_closure(self, step: OptimizerStep) -> bool:
         """Unscale the gradients of a closure; return whether they are finite."""
@@ -859,6 +873,30 @@ class GradScaler(torch.amp.GradScaler):
         if outcomes is not None:
             self._history.add(report, applied=applied)
 
+    def _describe_run(
+        self,
+        describe: Describe,
+        device: torch.device,
+        outcomes: list[OptimizerOutcome],
+    ) -> None:
+        self._describe = None
+        names = self._options.names
+        describe_run(describe, self._policy(), device, names, outcomes)
+
+    def attach(self, recorder: object) -> None:
+        """Describe the run to a recorder, and measure the tensors that it wants.
+
+        A scaler does so by itself for its `on_step`. Trainers' callbacks, which are
+        handed a scaler and read its `last_step`, call it before the training.
+
+        Args:
+            recorder: A `lossscale.diagnostics.Recorder`, or what has its methods
+                `describe` and `wants_statistics`.
+        """
+        self._describe = find_describe(recorder)
+        if not self._sampler.is_listening:
+            self._sampler.listen(recorder, self._reports + 1)
+
     def _advance(
         self,
         iteration: Iteration,
@@ -908,6 +946,8 @@ class GradScaler(torch.amp.GradScaler):
         )
         if applied is None and all(one.summary.is_on_host for one in outcomes):
             applied = report.applied
+        if self._describe is not None:
+            self._describe_run(self._describe, scale.device, outcomes)
         return report, applied
 
     def discard(self) -> None:
@@ -1173,6 +1213,7 @@ class GradScaler(torch.amp.GradScaler):
         state["_options"] = self._options.to_pickle()
         for name in ("_current", "_checker", "_sampler", "_schedulers", "_pool"):
             del state[name]
+        del state["_describe"]
         state.pop("scale", None)  # while a batch is watched after the alarm
         return state
 
@@ -1186,6 +1227,8 @@ _PACKAGE = f"{__package__}."
 
 _OWN = dict(vars(GradScaler))
 """The methods as they are here, which most scalers have."""
+
+_NO_CONTEXT = nullcontext()
 
 _KEEP_SCALE = ScaleUpdate(Fixed(), in_float64=False)
 """Counts a step, and leaves the scale to the caller."""

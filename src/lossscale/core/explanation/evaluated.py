@@ -16,7 +16,7 @@ LARGEST_OF = LARGEST | {"float8_e5m2": 57344.0, "float8_e4m3fn": 448.0}
 """The largest number of each format, by the frameworks' names."""
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where an operation is in the user's program."""
 
     module: str | None = None
@@ -47,7 +47,7 @@ class Node:
 
     index: int
     """Its position in the order of evaluation."""
-    place: Place
+    location: Location
     operation: str | None = None
     parents: "tuple[Node, ...]" = ()
     """What made its inputs."""
@@ -100,14 +100,14 @@ def find_causes(results: Iterable[Node]) -> tuple[Node | None, Node | None]:
 
 
 def _list_ancestors(results: Iterable[Node]) -> set[Node]:
-    seen: set[Node] = set()
+    ancestors: set[Node] = set()
     waiting = list(results)
     while waiting:
         node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             waiting += node.bad_parents
-    return seen
+    return ancestors
 
 
 def _index(node: Node) -> int:
@@ -131,7 +131,9 @@ def make_finding(
     """
     if node is None or node.kind is None or node.origin is None:
         return None
-    name = next((name for name, one in gradients.items() if one is node), None)
+    name = next(
+        (name for name, gradient in gradients.items() if gradient is node), None
+    )
     values: dict[str, Any] = {
         "origin": node.origin,
         "is_nan": node.kind.nan,
@@ -139,18 +141,18 @@ def make_finding(
         "tensor": node.argument if name is None else name,
     }
     if node.argument is not None:
-        given: Any = "parameter" if node.is_parameter else "batch"
-        return Finding(direction="given", role=given, **values)
+        role: Any = "parameter" if node.is_parameter else "batch"
+        return Finding(direction="given", role=role, **values)
     values |= {
-        "module": node.place.module,
-        "module_type": node.place.module_type,
-        "line": node.place.line,
+        "module": node.location.module,
+        "module_type": node.location.module_type,
+        "line": node.location.line,
         "operation": node.operation,
         "magnitude": node.magnitude,
         "largest": LARGEST_OF.get(node.dtype or ""),
     }
     if node.forward:
-        role: Any = "loss" if loss is node else "intermediate"
+        role = "loss" if loss is node else "intermediate"
         return Finding(direction="forward", role=role, **values)
     role = "intermediate gradient" if name is None else "parameter gradient"
     return Finding(direction="backward", role=role, **values)

@@ -19,55 +19,58 @@ _ROLES = {
 }
 
 
-def describe(seen: Explanation) -> str:
+def describe(explanation: Explanation) -> str:
     """Return an explanation in sentences, with the other ranks' after it."""
-    own = " ".join(_sentences(seen))
-    if seen.rank is None:
-        return own
-    parts = {part.rank or 0: " ".join(_sentences(part)) for part in seen.others}
-    parts[seen.rank] = own
-    return "\n".join(f"Rank {rank}: {parts[rank]}" for rank in sorted(parts))
+    text = " ".join(_sentences(explanation))
+    if explanation.rank is None:
+        return text
+    texts = {
+        of_rank.rank or 0: " ".join(_sentences(of_rank))
+        for of_rank in explanation.others
+    }
+    texts[explanation.rank] = text
+    return "\n".join(f"Rank {rank}: {texts[rank]}" for rank in sorted(texts))
 
 
-def describe_finding(found: Finding) -> str:
+def describe_finding(finding: Finding) -> str:
     """Return a finding as a part of a sentence."""
-    kind = "NaN" if found.is_nan else "infinite"
-    text = f"{_describe_tensor(found)}{_describe_pass(found)} is {kind}"
-    if found.origin in GIVEN:
-        return f"{text}; it {WORDS[found.origin]}{_describe_micro_batch(found)}"
-    operation = found.operation or "an operation"
-    if found.node is not None and found.direction == "backward":
-        operation = f"{operation} (of {found.node})"
+    kind = "NaN" if finding.is_nan else "infinite"
+    text = f"{_describe_tensor(finding)}{_describe_pass(finding)} is {kind}"
+    if finding.origin in GIVEN:
+        return f"{text}; it {WORDS[finding.origin]}{_describe_micro_batch(finding)}"
+    operation = finding.operation or "an operation"
+    if finding.node is not None and finding.direction == "backward":
+        operation = f"{operation} (of {finding.node})"
     return (
-        f"{text}: {operation} {WORDS[found.origin]}{_describe_size(found)}"
-        f"{_describe_line(found)}{_describe_micro_batch(found)}"
+        f"{text}: {operation} {WORDS[finding.origin]}{_describe_size(finding)}"
+        f"{_describe_line(finding)}{_describe_micro_batch(finding)}"
     )
 
 
-def advise(seen: Explanation) -> str:
+def advise(explanation: Explanation) -> str:
     """Return what to try, as far as it follows from what was seen."""
-    found = seen.first or seen.first_nan
-    if seen.finite or found is None:
+    finding = explanation.first or explanation.first_nan
+    if explanation.finite or finding is None:
         return ""
-    if found.origin not in GIVEN and seen.lower_scale_helps:
-        return f"Lower the scale to {seen.helping_scale:g} or below."
-    return _advise_against(found)
+    if finding.origin not in GIVEN and explanation.lower_scale_helps:
+        return f"Lower the scale to {explanation.helping_scale:g} or below."
+    return _advise_against(finding)
 
 
-def _advise_against(found: Finding) -> str:
+def _advise_against(finding: Finding) -> str:
     """Return what helps against a cause that is not the scale."""
-    if found.origin == "overflow" and found.dtype == "float16":
-        what = "weights" if found.role == "parameter" else "inputs"
+    if finding.origin == "overflow" and finding.dtype == "float16":
+        what = "weights" if finding.role == "parameter" else "inputs"
         return (
-            f"Compute {_name_place(found)} in float32 or bfloat16, or make its {what} "
-            "smaller."
+            f"Compute {_name_location(finding)} in float32 or bfloat16, or make its "
+            f"{what} smaller."
         )
-    if found.node is not None and found.node.startswith("Sqrt"):
+    if finding.node is not None and finding.node.startswith("Sqrt"):
         return (
             "The derivative of a root at 0 is infinite: add a small number under the "
             "root."
         )
-    return _ADVICE.get(found.origin, "")
+    return _ADVICE.get(finding.origin, "")
 
 
 _ADVICE = {
@@ -96,97 +99,97 @@ _ADVICE = {
 }
 
 
-def _sentences(seen: Explanation) -> list[str]:
+def _sentences(explanation: Explanation) -> list[str]:
     """Return what is said of one rank."""
-    if seen.finite and seen.first is None:
+    if explanation.finite and explanation.first is None:
         text = (
-            f"At a scale of {seen.scale:g} the loss and all gradients were finite: "
-            "there is nothing to explain."
+            f"At a scale of {explanation.scale:g} the loss and all gradients were "
+            "finite: there is nothing to explain."
         )
-        return [text, *seen.notes]
-    sentences = [_describe_loss(seen)]
-    if seen.first is not None:
-        sentences.append(f"First, {seen.first}.")
-    if seen.first_nan is not None and seen.first_nan != seen.first:
-        sentences.append(f"Then, {seen.first_nan}.")
-    sentences += _describe_bracket(seen)
-    sentences += _describe_trials(seen)
-    if seen.advice:
-        sentences.append(seen.advice)
-    return [*sentences, *seen.notes]
+        return [text, *explanation.notes]
+    sentences = [_describe_loss(explanation)]
+    if explanation.first is not None:
+        sentences.append(f"First, {explanation.first}.")
+    if explanation.first_nan is not None and explanation.first_nan != explanation.first:
+        sentences.append(f"Then, {explanation.first_nan}.")
+    sentences += _describe_bracket(explanation)
+    sentences += _describe_trials(explanation)
+    if explanation.advice:
+        sentences.append(explanation.advice)
+    return [*sentences, *explanation.notes]
 
 
-def _describe_loss(seen: Explanation) -> str:
+def _describe_loss(explanation: Explanation) -> str:
     """Return what became of the loss."""
-    start = f"At a scale of {seen.scale:g}"
-    if seen.loss_finite is None:
+    start = f"At a scale of {explanation.scale:g}"
+    if explanation.loss_finite is None:
         return f"{start} a gradient was not finite."
-    if seen.loss_finite:
+    if explanation.loss_finite:
         return f"{start} the loss was finite and a gradient was not."
     return f"{start} the loss was not finite before it was scaled."
 
 
-def _describe_tensor(found: Finding) -> str:
+def _describe_tensor(finding: Finding) -> str:
     """Return what a tensor is, and of which module."""
-    text = _ROLES[found.role]
-    if found.role == "parameter gradient" and found.tensor:
-        kind = f" ({found.module_type})" if found.module_type else ""
-        return f"the gradient of {found.tensor}{kind}"
-    if found.role in ("parameter", "buffer") and found.tensor:
-        text = f"the {found.role} {found.tensor}"
-    elif found.tensor:
-        text = f"{text} ({found.tensor})"
-    if found.role == "batch" and found.module is not None:
-        return f"{text}, which {_name_place(found)} read first,"
-    if found.role in ("batch", "loss", "parameter", "buffer"):
+    text = _ROLES[finding.role]
+    if finding.role == "parameter gradient" and finding.tensor:
+        kind = f" ({finding.module_type})" if finding.module_type else ""
+        return f"the gradient of {finding.tensor}{kind}"
+    if finding.role in ("parameter", "buffer") and finding.tensor:
+        text = f"the {finding.role} {finding.tensor}"
+    elif finding.tensor:
+        text = f"{text} ({finding.tensor})"
+    if finding.role == "batch" and finding.module is not None:
+        return f"{text}, which {_name_location(finding)} read first,"
+    if finding.role in ("batch", "loss", "parameter", "buffer"):
         return text
-    if found.role == "input gradient" and found.module is None:
-        return f"the gradient that {_name_place(found)} passes to the model"
-    return f"{text} of {_name_place(found)}"
+    if finding.role == "input gradient" and finding.module is None:
+        return f"the gradient that {_name_location(finding)} passes to the model"
+    return f"{text} of {_name_location(finding)}"
 
 
-def _name_place(found: Finding) -> str:
+def _name_location(finding: Finding) -> str:
     """Return the name of a module and its class."""
-    kind = found.module_type
-    if found.module is None:
+    kind = finding.module_type
+    if finding.module is None:
         return f"{kind}, outside the model" if kind else "code outside the model"
-    if not found.module:
+    if not finding.module:
         return f"the model itself ({kind})" if kind else "the model itself"
-    return f"{found.module} ({kind})" if kind else found.module
+    return f"{finding.module} ({kind})" if kind else finding.module
 
 
-def _describe_pass(found: Finding) -> str:
-    return "" if found.direction == "given" else f" in the {found.direction} pass"
+def _describe_pass(finding: Finding) -> str:
+    return "" if finding.direction == "given" else f" in the {finding.direction} pass"
 
 
-def _describe_size(found: Finding) -> str:
+def _describe_size(finding: Finding) -> str:
     """Return how large the result would be, if that is known."""
-    if found.magnitude is None:
-        return f" ({found.dtype})" if found.dtype else ""
-    text = f": {found.magnitude:.4g}"
-    if found.ratio is None:
+    if finding.magnitude is None:
+        return f" ({finding.dtype})" if finding.dtype else ""
+    text = f": {finding.magnitude:.4g}"
+    if finding.ratio is None:
         return text
-    ratio = f"{found.ratio:.1f}" if found.ratio < _ROUND else f"{found.ratio:.3g}"
-    return f"{text}, {ratio} times the largest {found.dtype} number"
+    ratio = f"{finding.ratio:.1f}" if finding.ratio < _ROUND else f"{finding.ratio:.3g}"
+    return f"{text}, {ratio} times the largest {finding.dtype} number"
 
 
 _ROUND = 100.0
 """Ratios below it are written with one digit after the point."""
 
 
-def _describe_line(found: Finding) -> str:
-    return "" if found.line is None else f" ({found.line})"
+def _describe_line(finding: Finding) -> str:
+    return "" if finding.line is None else f" ({finding.line})"
 
 
-def _describe_micro_batch(found: Finding) -> str:
-    if found.micro_batch is None:
+def _describe_micro_batch(finding: Finding) -> str:
+    if finding.micro_batch is None:
         return ""
-    return f", in micro-batch {found.micro_batch} (counted from 0)"
+    return f", in micro-batch {finding.micro_batch} (counted from 0)"
 
 
-def _describe_bracket(seen: Explanation) -> list[str]:
+def _describe_bracket(explanation: Explanation) -> list[str]:
     """Return between which parameters the gradients stopped being finite."""
-    first, last = seen.first_nonfinite_gradient, seen.last_finite_gradient
+    first, last = explanation.first_nonfinite_gradient, explanation.last_finite_gradient
     if first is None:
         return []
     if last is None:
@@ -198,20 +201,22 @@ def _describe_bracket(seen: Explanation) -> list[str]:
     return [text]
 
 
-def _describe_trials(seen: Explanation) -> list[str]:
+def _describe_trials(explanation: Explanation) -> list[str]:
     """Return whether a lower scale helps."""
-    if seen.finite:
+    if explanation.finite:
         return []
-    if seen.loss_finite is False:
+    if explanation.loss_finite is False:
         return ["No scale can help, because the loss is not finite without one."]
-    if not seen.trials:
+    if not explanation.trials:
         return []
-    tried = ", ".join(f"{trial.scale:g}" for trial in seen.trials if not trial.finite)
-    if seen.helping_scale is None:
+    tried = ", ".join(
+        f"{trial.scale:g}" for trial in explanation.trials if not trial.finite
+    )
+    if explanation.helping_scale is None:
         return [f"Lower scales did not help: {tried} were tried."]
     failed = f", and not at {tried}" if tried else ""
     text = (
-        f"The same batch gave finite gradients at a scale of {seen.helping_scale:g}"
-        f"{failed}: a lower scale helps."
+        "The same batch gave finite gradients at a scale of "
+        f"{explanation.helping_scale:g}{failed}: a lower scale helps."
     )
     return [text]

@@ -15,7 +15,13 @@ KINDS = ("back-offs", "floor", "nan", "headroom", "norm")
 
 
 class Alarm(NamedTuple):
-    """One alarm."""
+    """One alarm.
+
+    Example:
+        >>> from lossscale.diagnostics import Alarm
+        >>> Alarm("floor", 40, 36, "3 overflows at the lowest scale.").last_good_step
+        36
+    """
 
     kind: str
     """One of `KINDS`."""
@@ -40,12 +46,12 @@ class AlarmRules:
     """
 
     backoffs: int = 4
-    """How many back-offs within `window` raise an alarm."""
+    """How many back-offs within `window`, less its growths, raise an alarm."""
     backoffs_while_rising: int = 2
     """How many raise one if the loss has risen by half within `window` as well."""
     window: int | None = None
-    """Within how many steps; by default the policy's growth interval, and at most 500:
-    a healthy scale backs off about once in that time."""
+    """Within how many steps; by default the policy's growth interval, from 100 to 500:
+    a healthy scale backs off about once more than it grows in that time."""
     floor_skips: int = 3
     """How many overflows within `floor_window`, at the lowest scale, raise an alarm."""
     floor_window: int = 10
@@ -87,6 +93,8 @@ class AlarmRules:
 LEAST_TREND = 16
 
 _LONGEST_WINDOW = 500
+_SHORTEST_WINDOW = 100
+"""The noise of the loss is a rise within fewer steps."""
 
 
 class Limits(NamedTuple):
@@ -108,7 +116,8 @@ class Limits(NamedTuple):
         """Return the limits that a run's header leads to."""
         settings = policy or {}
         interval = _number(settings, "growth_interval", 2000.0)
-        window = rules.window or max(1, min(int(interval), _LONGEST_WINDOW))
+        usual = max(_SHORTEST_WINDOW, min(int(interval), _LONGEST_WINDOW))
+        window = rules.window or usual
         fixed = settings.get("kind") == "fixed"
         floor = _number(settings, "scale" if fixed else "min_scale", 1.0)
         # Below 1 a scale no longer protects anything: gradients that overflow there are

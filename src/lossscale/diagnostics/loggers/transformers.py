@@ -66,9 +66,9 @@ class TransformersCallback(_Callback):  # type: ignore[misc]  # transformers is 
     ) -> None:
         """Add what the Trainer has logged to the step."""
         del args, state, control
-        known = logs or {}
-        if self._recorder is not None and self._index is not None and "loss" in known:
-            loss, rate = known["loss"], known.get("learning_rate")
+        entries = logs or {}
+        if self._recorder is not None and self._index is not None and "loss" in entries:
+            loss, rate = entries["loss"], entries.get("learning_rate")
             self._recorder.note(self._index, loss=loss, lr=rate)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

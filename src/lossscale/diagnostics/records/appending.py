@@ -24,15 +24,21 @@ class AppendOnlyFile:
         Raises:
             SettingError: If it cannot be written, or another process is writing it.
         """
+        self._descriptor = -1
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
         try:
-            self._descriptor = os.open(
-                path, flags | getattr(os, "O_NONBLOCK", 0), 0o666
-            )
+            self.is_new = not path.exists()
+            """Whether this made the file."""
+            if self.is_new or path.is_file():  # to open a device may do something
+                self._descriptor = os.open(
+                    path, flags | getattr(os, "O_NONBLOCK", 0), 0o666
+                )
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            message = f"{path} cannot be written: {reason}."
-            raise SettingError(message) from None
+            raise cannot_be_written(path, error) from None
+        if self._descriptor < 0:
+            kind = "a directory" if path.is_dir() else "not a regular file"
+            message = f"{path} cannot be written: it is {kind}."
+            raise SettingError(message)
         self._lock(path)
 
     def _lock(self, path: Path) -> None:
@@ -74,6 +80,12 @@ class AppendOnlyFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def cannot_be_written(path: Path, error: Exception) -> SettingError:
+    """Return what to raise if a file cannot be written."""
+    reason = getattr(error, "strerror", None) or error
+    return SettingError(f"{path} cannot be written: {reason}.")
 
 
 def is_being_written(path: Path) -> bool:

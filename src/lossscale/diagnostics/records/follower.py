@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lossscale.diagnostics.records.appending import is_being_written
+from lossscale.diagnostics.records.description import merge_description
 from lossscale.diagnostics.records.layout import decode_step, is_name_list
 from lossscale.diagnostics.records.lines import read_lines
 from lossscale.diagnostics.records.reader import open_regular, read_run
@@ -54,7 +55,7 @@ class RunFollower:
     def _start(self) -> None:
         run = read_run(self.path)
         self.header: dict[str, Any] = run.header
-        """The first line of the run."""
+        """The first line of the run, and what was described later."""
         self.title = run.title
         """What to call the run."""
         self.steps = run.rows
@@ -128,6 +129,8 @@ class RunFollower:
             self._names += event["names"]
         elif isinstance(event.get("alarm"), dict):
             self.alarms.append(event["alarm"])
+        elif "described" in event:
+            merge_description(self.header, event["described"], self._names)
         elif "closed" in event or "resumed" in event:
             self.ended = "closed" in event
 

@@ -4,7 +4,7 @@
     {"format":"lossscale-run/1","run":"5f0c...","columns":[...],"names":[...], ...}
     [1,0.012,65536,1,0.5312,1,0.0021,2.31,0.0003]
     [2,0.024,65536,0,"inf",1,null,2.30,0.0003,"inf",{"inf":[[0,11]],"nan":[12]},13]
-    {"statistics":{"step":51,"scale":32768,"first_exponent":-24,"tensors":[...]}}
+    {"statistics":{"step":51,"scale":32768,"tensors":[...],"updates":[...]}}
 
 The first line is the header. A line that is an array is a step, in the header's
 columns; what is missing at its end is null. A line that is an object is anything else:
@@ -12,7 +12,8 @@ it has one key that says what. Tensors are indexes into the header's names, whic
 with the key "names" extend; `[0,11]` among indexes means 0 to 11. JSON has no infinity
 and no NaN, so they are text.
 
-Reading checks every value and runs nothing. Imports the standard library only.
+`statistics_line.py` has the lines of statistics. Reading checks every value and runs
+nothing. Imports the standard library only.
 """
 
 import json
@@ -22,7 +23,6 @@ from dataclasses import asdict, is_dataclass
 from math import isfinite
 from typing import Any, TypeAlias
 
-from lossscale.core.statistics import TensorStatistics
 from lossscale.core.validation import format_value
 from lossscale.diagnostics.records.steps import (
     CAUSES,
@@ -54,12 +54,11 @@ MOST_BYTES = 2**26
 """The longest line that is read: the names of a million tensors."""
 
 MOST_TENSORS = 1_000_000
-MOST_BINS = 4_096
 
 Event: TypeAlias = dict[str, Any]
 """A line that is not a step: an object of one key."""
 
-_END = 2**53
+END = 2**53
 """The first step that is none: JSON numbers are exact up to there."""
 
 
@@ -130,9 +129,10 @@ def decode_step(row: Any, names: Sequence[str]) -> StepRecord | None:
     step, time, scale, applied, *measured = row
     usable = (
         type(step) is int
-        and 0 <= step < _END
-        and _is_number(time)
-        and _is_number(scale)
+        and 0 <= step < END
+        and is_number(time)
+        and -END < time < END
+        and is_number(scale)
         and 0.0 < scale < math.inf
         and applied in (0, 1)
     )
@@ -169,7 +169,7 @@ def _decode_skipped(
         return None
     try:
         nonfinite = _decode_tensors(tensors, names)
-        name = None if nearest is None else _name_at(nearest, names)
+        name = None if nearest is None else name_at(nearest, names)
     except (TypeError, ValueError):
         return None
     norm, clip, amax, loss, lr = numbers
@@ -183,15 +183,16 @@ def _decode_tensors(tensors: dict[str, Any], names: Sequence[str]) -> Nonfinite:
             raise ValueError
         for index in indexes:
             first, last = index if isinstance(index, list) else (index, index)
-            _name_at(first, names)
-            _name_at(last, names)
+            name_at(first, names)
+            name_at(last, names)
             if len(found) + last - first > MOST_TENSORS:
                 raise ValueError
             found += [(each, cause) for each in range(first, last + 1)]
     return tuple((names[index], cause) for index, cause in sorted(found))
 
 
-def _name_at(index: Any, names: Sequence[str]) -> str:
+def name_at(index: Any, names: Sequence[str]) -> str:
+    """Return the name of a tensor, or raise."""
     if type(index) is not int or not 0 <= index < len(names):
         raise ValueError
     return names[index]
@@ -207,88 +208,9 @@ def _decode_number(value: Any) -> float | None:
     raise ValueError
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value of a file is a number; booleans are none."""
     return type(value) is float or type(value) is int
-
-
-def encode_statistics(
-    statistics: TensorStatistics,
-    positions: Mapping[str, int],
-    *,
-    step: int,
-    scale: float,
-) -> str:
-    """Return the line of a step's statistics, without its end."""
-    rows = []
-    columns = (
-        as_list(statistics.sizes),
-        as_list(statistics.amax),
-        as_list(statistics.zeros),
-        as_list(statistics.subnormals),
-        as_list(statistics.counts),
-    )
-    first_exponent = int(statistics.first_exponent)
-    for name, size, amax, zeros, subnormals, counts in zip(
-        statistics.names, *columns, strict=True
-    ):
-        start, trimmed = _trim(as_list(counts))
-        row = [positions[name], int(size), *map(_six_digits, (amax, zeros, subnormals))]
-        rows.append([*row, first_exponent + start, trimmed])
-    return encode({"statistics": {"step": step, "scale": scale, "tensors": rows}})
-
-
-def as_list(values: Any) -> list[Any]:
-    """Return a sequence, array or tensor as a list of Python numbers."""
-    return list(values.tolist() if hasattr(values, "tolist") else values)
-
-
-def _six_digits(value: Any) -> float | None:
-    number = float(value)
-    return float(f"{number:.6g}") if isfinite(number) else None
-
-
-def _trim(counts: list[Any]) -> tuple[int, list[int]]:
-    """Return a histogram without the empty bins at its ends, and how many came first.
-
-    Without any count it is empty.
-    """
-    filled = [index for index, count in enumerate(counts) if count]
-    if not filled:
-        return 0, []
-    first, last = filled[0], filled[-1]
-    return first, [int(count) for count in counts[first : last + 1]]
-
-
-def decode_statistics(
-    event: Any, names: Sequence[str]
-) -> tuple[int, float, list[list[Any]]] | None:
-    """Return step, scale and rows of a line of statistics; `None` if it is malformed.
-
-    A row is [name, size, amax, zeros, subnormals, first exponent, counts].
-    """
-    try:
-        step, scale, rows = event["step"], float(event["scale"]), event["tensors"]
-        checked = [_check_tensor(row, names) for row in rows]
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
-    usable = type(step) is int and 0 <= step < _END and 0.0 < scale < math.inf
-    return (step, scale, checked) if usable else None
-
-
-def _check_tensor(row: Any, names: Sequence[str]) -> list[Any]:
-    index, size, amax, zeros, subnormals, first, counts = row
-    numbers = [0.0 if value is None else value for value in (amax, zeros, subnormals)]
-    whole = [size, *counts]
-    if (
-        not isinstance(counts, list)
-        or len(counts) > MOST_BINS
-        or type(first) is not int
-        or not -MOST_BINS < first < MOST_BINS
-        or any(type(value) is not int or not 0 <= value < _END for value in whole)
-        or any(not _is_number(value) or not 0 <= value < math.inf for value in numbers)
-    ):
-        raise ValueError
-    return [_name_at(index, names), size, *map(float, numbers), first, counts]
 
 
 def check_header(value: Any, path: str) -> dict[str, Any]:
@@ -315,8 +237,10 @@ def check_header(value: Any, path: str) -> dict[str, Any]:
         and columns[: len(COLUMNS)] == list(COLUMNS)
         and is_name_list(names)
         and isinstance(header.get("run"), str)
-        and header.get("dtype") in _DTYPES
-        and _is_number(header.get("started"))
+        and _is_format(header.get("dtype"))
+        and is_number(header.get("started"))
+        and -END < header["started"] < END
+        and _has_usable_details(header)
     )
     if not usable:
         message = f"{path} has a header that is damaged; it cannot be read."
@@ -324,7 +248,50 @@ def check_header(value: Any, path: str) -> dict[str, Any]:
     return header
 
 
-_DTYPES = (
+def _has_usable_details(header: dict[str, Any]) -> bool:
+    """Whether what a header may leave open is what it seems to be, where it is said."""
+    found = {name: header.get(name) for name in (*_MAPPINGS, *_TEXTS, "dtypes")}
+    known = {name: value for name, value in found.items() if value is not None}
+    try:
+        encode(header)  # refuses what is infinite, or too deep
+    except (ValueError, RecursionError):
+        return False
+    return (
+        all(isinstance(known.get(name, {}), dict) for name in _MAPPINGS)
+        and all(isinstance(known.get(name, ""), str) for name in _TEXTS)
+        and is_format_list(known.get("dtypes", []))
+    )
+
+
+_MAPPINGS = ("policy", "config", "versions")
+_TEXTS = ("name", "device", "processor")
+
+
+def is_format_list(value: Any) -> bool:
+    """Whether a value is a list of formats."""
+    return isinstance(value, list) and all(map(_is_format, value))
+
+
+def _is_format(value: Any) -> bool:
+    return isinstance(value, str) and value in DTYPES
+
+
+def parse_json(text: bytes) -> Any:
+    """Return what a strict JSON text holds: Infinity and NaN are none.
+
+    Raises:
+        ValueError: If it is not JSON.
+        RecursionError: If it is nested too deeply.
+    """
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> None:
+    message = f"{constant} is no number of JSON."
+    raise ValueError(message)
+
+
+DTYPES = (
     "float16",
     "bfloat16",
     "float8_e5m2",
@@ -332,6 +299,7 @@ _DTYPES = (
     "float32",
     "float64",
 )
+"""The formats that a file may name."""
 
 
 def not_a_run(path: str) -> str:

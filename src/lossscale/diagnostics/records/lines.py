@@ -6,11 +6,10 @@ and nothing else. No more than a piece of the file is in memory. Imports the sta
 library only.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from lossscale.diagnostics.records.layout import MOST_BYTES
+from lossscale.diagnostics.records.layout import MOST_BYTES, parse_json
 
 _PIECE = 2**20
 
@@ -90,7 +89,7 @@ def _parse(lines: list[bytes], offset: int, prefix: bytes) -> Iterator[Line]:
 
 def _parse_together(lines: list[bytes]) -> list[Any] | None:
     try:
-        values = json.loads(b"[" + b",".join(lines) + b"]")
+        values = parse_json(b"[" + b",".join(lines) + b"]")
     except (ValueError, RecursionError):
         return None
     # A torn line may have been completed by the next one.
@@ -101,6 +100,6 @@ def _parse_one(line: bytes) -> Any:
     if not line.strip():
         return None
     try:
-        return json.loads(line)
+        return parse_json(line)
     except (ValueError, RecursionError):
         return MALFORMED

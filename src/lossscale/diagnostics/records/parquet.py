@@ -15,8 +15,9 @@ from typing import Any
 
 from lossscale.diagnostics.records.layout import encode
 from lossscale.diagnostics.records.reader import read_run
+from lossscale.diagnostics.records.run_file import rollup_path
 from lossscale.diagnostics.records.steps import StepRecord
-from lossscale.errors import MissingPackageError
+from lossscale.errors import MissingPackageError, SettingError
 
 _ROWS = 16_384
 
@@ -34,12 +35,19 @@ def export_parquet(path: str | os.PathLike[str], output: str | os.PathLike[str])
     Raises:
         MissingPackageError: If pyarrow is not installed.
         StateError: If `path` is not a recorded run.
+        SettingError: If `output` is a folder, device or pipe, or belongs to the run.
         OSError: If `output` cannot be written.
     """
     run = read_run(path)
     arrow, parquet = _import("pyarrow"), _import("pyarrow.parquet")
     schema = _schema(arrow).with_metadata({"lossscale": encode(run.header)})
     target = Path(os.path.realpath(output))
+    if target.exists() and not target.is_file():
+        message = f"{output} is not a regular file; give the name of a Parquet file."
+        raise SettingError(message)
+    if any(target == Path(os.path.realpath(p)) for p in (path, rollup_path(path))):
+        message = f"{output} belongs to the run; give another file."
+        raise SettingError(message)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     count = 0
     try:

@@ -18,6 +18,7 @@ from lossscale.diagnostics.records.blocks import (
     Block,
     BlockBuilder,
 )
+from lossscale.diagnostics.records.description import merge_description
 from lossscale.diagnostics.records.layout import (
     MOST_BYTES,
     Event,
@@ -88,6 +89,8 @@ def scan_run(
         end = os.fstat(file.fileno()).st_size
         _read_rollup(run, file, end)
         _read_rest(run, file, end, on_progress)
+    for described in run.events_of("described"):
+        merge_description(run.header, described, run.names)
     return run
 
 
@@ -97,19 +100,19 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     Raises:
         StateError: If it cannot be read, saying why.
     """
+    kind = None
     try:
         mode = Path(path).stat().st_mode  # first: to open a pipe waits for a writer
-        if not stat.S_ISREG(mode):
-            kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
-            message = f"{path} is {kind}; expected a run recorded as JSON lines."
-            raise StateError(message)
-        return Path(path).open("rb")
+        if stat.S_ISREG(mode):
+            return Path(path).open("rb")
+        kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror or error}."
-        raise StateError(message) from None
     except ValueError as error:  # a null byte
-        message = f"{path!r} cannot be read: {error}."
-        raise StateError(message) from None
+        message = f"{os.fspath(path)!r} cannot be read: {error}."
+    if kind is not None:
+        message = f"{path} is {kind}; expected a run recorded as JSON lines."
+    raise StateError(message)
 
 
 def _read_header(path: Path, file: BinaryIO) -> RunFile:
@@ -148,7 +151,7 @@ def _read_rollup(run: RunFile, file: BinaryIO, end: int) -> None:
     run.tensor_blocks = [
         block for block in run.tensor_blocks if block.offset + block.size <= run.end
     ]
-    run.names = list(run.header["names"])
+    run.names = list(run.header_names)
     for event in run.events:
         run.names += event.get("names", ())
     run.events = [event for event in run.events if "names" not in event]

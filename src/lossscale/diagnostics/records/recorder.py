@@ -22,7 +22,13 @@ from lossscale.core.validation import plain_number
 from lossscale.diagnostics.alarms import Alarm, AlarmMonitor, AlarmRules
 from lossscale.diagnostics.loggers.base import StepWriter
 from lossscale.diagnostics.loggers.python_logging import LoggingWriter
-from lossscale.diagnostics.records.headers import find_versions, make_header
+from lossscale.diagnostics.records.appending import cannot_be_written
+from lossscale.diagnostics.records.headers import (
+    check_names,
+    find_versions,
+    make_header,
+)
+from lossscale.diagnostics.records.layout import describe_policy
 from lossscale.diagnostics.records.session import Note, Session
 from lossscale.diagnostics.records.steps import (
     CAUSES,
@@ -91,7 +97,9 @@ class Recorder:
                 next to it, with `.rollup` at its end.
             name: What reports call the run; by default the file's name.
             policy: The policy of the scale. Alarms read its growth interval and floor.
-            dtype: The format in which gradients are stored, for the headroom.
+                This and `names` and `device` are needed where `record` is called; a
+                `GradScaler` and the callbacks of trainers describe themselves.
+            dtype: The format in which gradients are computed, for the headroom.
             names: Every tensor, in the model's order, or a mapping from each to its
                 dtype. With them a record names the layer that broke.
             device: What the run is on; by default the processor.
@@ -155,6 +163,30 @@ class Recorder:
         )
         # Also at exit: what was recorded in the last second is not lost.
         weakref.finalize(self, self._session.close)
+
+    def describe(
+        self,
+        *,
+        policy: Any = None,
+        device: str | None = None,
+        names: Iterable[str] = (),
+        dtypes: Mapping[str, str] | None = None,
+    ) -> None:
+        """Add what a framework knows of the run; what was given before stays.
+
+        `lossscale.torch.GradScaler` and the callbacks of trainers call it once.
+
+        Args:
+            policy: The policy of the scale.
+            device: What the run is on.
+            names: Every tensor in the model's order, if that is known.
+            dtypes: The format in which each tensor's gradient is stored, by its name.
+        """
+        session = self._session
+        if session is not None and not session.is_idle:
+            session.describe(
+                describe_policy(policy), device, check_names(names), dtypes or {}
+            )
 
     def __call__(self, report: Any) -> None:
         """Record a step report, as `on_step` is given them.
@@ -300,7 +332,8 @@ class Recorder:
         """Record what the stored gradients of a step look like, tensor by tensor.
 
         Args:
-            statistics: What `measure_tensors` returns, or what a kernel has measured.
+            statistics: What `measure_tensors` returns, or what a kernel has measured;
+                its `updates`, if it has them, are recorded too.
             scale: The scale that the gradients carried.
             step: Which step it is; by default the last that was recorded.
         """
@@ -367,6 +400,19 @@ def _open(path: Path, header: dict[str, Any], if_exists: str) -> RunWriter:
         message = f"{path.parent} cannot be made: {error.strerror or error}."
         raise SettingError(message) from None
     writer = RunWriter(path, header, overwrite=if_exists == "overwrite")
+    try:
+        _begin(writer, header)
+    except OSError as error:
+        writer.remove()
+        raise cannot_be_written(path, error) from None
+    except BaseException:
+        writer.remove()
+        raise
+    return writer
+
+
+def _begin(writer: RunWriter, header: dict[str, Any]) -> None:
+    """Write the header, or that the run goes on."""
     if writer.resumed:
         writer.add_names(header["names"])
         resumed = {
@@ -377,7 +423,6 @@ def _open(path: Path, header: dict[str, Any], if_exists: str) -> RunWriter:
         }
         writer.add_event({"resumed": resumed}, new_block=True)
     writer.flush()
-    return writer
 
 
 def _rank_path(path: Path, rank: int) -> Path:

@@ -25,7 +25,7 @@ from lossscale.diagnostics.records.blocks import (
     TensorBlock,
     TensorRow,
 )
-from lossscale.diagnostics.records.layout import decode_statistics
+from lossscale.diagnostics.records.statistics_line import decode_statistics
 from lossscale.diagnostics.records.steps import CAUSES
 
 ROLLUP_FORMAT = "lossscale-rollup/1"
@@ -114,10 +114,9 @@ def read_extremes(
     found = decode_statistics(event, names)
     if found is None:
         return None
-    step, _, rows = found
-    return step, [
+    return found.step, [
         (positions[name], amax, zeros + subnormals)
-        for name, _, amax, zeros, subnormals, *_ in rows
+        for name, _, amax, zeros, subnormals, *_ in found.tensors
     ]
 
 

@@ -6,6 +6,7 @@ Imports the standard library only.
 
 import os
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -14,27 +15,17 @@ from lossscale.diagnostics.records.blocks import (
     TensorBlock,
     summarize,
 )
-from lossscale.diagnostics.records.layout import (
-    Event,
-    decode_statistics,
-    decode_step,
-)
+from lossscale.diagnostics.records.layout import Event, decode_step
 from lossscale.diagnostics.records.lines import read_lines
+from lossscale.diagnostics.records.statistics_line import (
+    Statistics,
+    decode_statistics,
+)
 from lossscale.diagnostics.records.steps import StepRecord
 
 
 class RecordWarning(UserWarning):
     """A part of a recorded run could not be read, or not be written."""
-
-
-class Statistics(NamedTuple):
-    """The statistics of one step, as `TensorStatistics` describes them."""
-
-    step: int
-    scale: float
-    """The scale that the gradients carried."""
-    tensors: list[list[Any]]
-    """Rows of name, size, amax, zeros, subnormals, first exponent and counts."""
 
 
 class Malformed(NamedTuple):
@@ -66,12 +57,15 @@ class RunFile:
         self.path = path
         """The run's file."""
         self.header = header
-        """Its first line: versions, device, policy, dtype and names."""
+        """Its first line: versions, device, policy, dtype and names. What that left
+        open is as a framework described it later."""
         self.start = start
         """Where its second line starts."""
         self.end = start
         """How many of its bytes were read."""
-        self.names: list[str] = list(header["names"])
+        self.header_names: list[str] = list(header["names"])
+        """The names in the file's first line; the other lines add to them."""
+        self.names: list[str] = list(self.header_names)
         """Every tensor, in the model's order."""
         self.blocks: list[Block] = []
         """The steps, summed up. Where a run was resumed from an earlier step, the steps
@@ -91,6 +85,22 @@ class RunFile:
     def dtype(self) -> str:
         """The format in which gradients were stored."""
         return str(self.header["dtype"])
+
+    @cached_property
+    def dtypes(self) -> list[str]:
+        """The format that limits each tensor's gradient, as far as that is known.
+
+        Where none is stored in the run's format, as with float32 weights under
+        autocast, the gradients went through the run's format before.
+        """
+        found = self.header.get("dtypes") or []
+        return found if self.dtype in found else []
+
+    @property
+    def device(self) -> str:
+        """What the run was on; the processor, if nothing else is known."""
+        header = self.header
+        return str(header.get("device") or header.get("processor") or "unknown")
 
     @property
     def title(self) -> str:
@@ -139,7 +149,7 @@ class RunFile:
                 if isinstance(line.value, dict):
                     found = decode_statistics(line.value["statistics"], self.names)
                     if found is not None:
-                        yield Statistics(*found)
+                        yield found
 
     def _records_of(self, file: BinaryIO, block: Block) -> Iterator[StepRecord]:
         """Yield the steps of a block that no later one replaced."""

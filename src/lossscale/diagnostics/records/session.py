@@ -9,13 +9,17 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lossscale.core.statistics import TensorStatistics
 from lossscale.diagnostics.alarms import Alarm, AlarmMonitor
 from lossscale.diagnostics.loggers.base import StepWriter
+from lossscale.diagnostics.records.description import (
+    describe_formats,
+    merge_description,
+)
 from lossscale.diagnostics.records.run_file import RecordWarning
 from lossscale.diagnostics.records.steps import (
     StepRecord,
@@ -117,6 +121,46 @@ class Session:
             self._after_adding()
         self._warn()
         return alarms
+
+    def describe(
+        self,
+        policy: dict[str, Any] | None,
+        device: str | None,
+        names: Sequence[str],
+        dtypes: Mapping[str, str],
+    ) -> None:
+        """Take what the header leaves open.
+
+        Args:
+            policy: The settings of the policy.
+            device: What the run is on.
+            names: The tensors in the model's order, if that is known.
+            dtypes: The format of each tensor's gradient.
+        """
+        writer = self._writer
+        with self._lock:
+            writer.add_names((*names, *dtypes))
+            in_order = bool(names) and writer.names[: len(names)] == list(names)
+            self._ordered = self._ordered or in_order
+            known = writer.header
+            described: dict[str, Any] = {}
+            if policy is not None and known.get("policy") is None:
+                described["policy"] = policy
+            if device is not None and known.get("device") is None:
+                described["device"] = device
+            if dtypes and known.get("dtypes") is None:
+                described["dtypes"] = describe_formats(
+                    dtypes, writer.names, known["dtype"]
+                )
+            if in_order and not known["names"]:
+                described["ordered"] = len(names)
+            if described:
+                merge_description(known, described, writer.names)
+                writer.add_event({"described": described})
+            if self._monitor is not None and not self._monitor.knows_policy:
+                self._monitor.use_policy(policy)
+            self._after_adding()
+        self._warn()
 
     def add_statistics(
         self, statistics: TensorStatistics, *, step: int | None, scale: float

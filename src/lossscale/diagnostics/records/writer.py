@@ -13,24 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.core.statistics import TensorStatistics
-from lossscale.diagnostics.records.appending import AppendOnlyFile
+from lossscale.diagnostics.records.appending import AppendOnlyFile, cannot_be_written
 from lossscale.diagnostics.records.blocks import (
     Block,
     BlockBuilder,
     TensorBlock,
     TensorRow,
 )
-from lossscale.diagnostics.records.layout import (
-    as_list,
-    encode,
-    encode_statistics,
-    encode_step,
-)
+from lossscale.diagnostics.records.layout import encode, encode_step
 from lossscale.diagnostics.records.reader import scan_run, warn_of_malformed
 from lossscale.diagnostics.records.rollup import ROLLUP_FORMAT, encode_block
 from lossscale.diagnostics.records.run_file import RunFile, rollup_path
+from lossscale.diagnostics.records.statistics_line import as_list, encode_statistics
 from lossscale.diagnostics.records.steps import StepRecord
-from lossscale.errors import LossScaleError
 
 
 class RunWriter:
@@ -44,20 +39,25 @@ class RunWriter:
             SettingError: If it cannot be written.
         """
         self.path = path
+        self._lines: list[str] = []
+        self._rollup_lines: list[str] = []
         self._file = AppendOnlyFile(path)
+        self._files = [self._file]
         try:
             # Overwriting is for runs as well, and not for any file of that name.
             found = scan_run(path) if self._file.size else None
             self._rollup = AppendOnlyFile(rollup_path(path))
-        except LossScaleError:
-            self._file.close()
+            self._files.append(self._rollup)
+            if found is None or overwrite:
+                self._start(json.loads(encode(header)))
+            else:
+                self._resume(found)
+        except OSError as error:
+            self.remove()
+            raise cannot_be_written(path, error) from None
+        except BaseException:
+            self.remove()
             raise
-        self._lines: list[str] = []
-        self._rollup_lines: list[str] = []
-        if found is None or overwrite:
-            self._start(json.loads(encode(header)))
-        else:
-            self._resume(found)
 
     def _start(self, header: dict[str, Any]) -> None:
         self._file.truncate()
@@ -101,7 +101,7 @@ class RunWriter:
             # Nothing of it could be used, or its end is torn: write all of it again.
             self._rollup.truncate()
             self._rollup_lines.append(_rollup_header(run.header))
-            new = run.names[len(run.header["names"]) :]
+            new = run.names[len(run.header_names) :]
             events = [{"names": new}] if new else []
             events += run.events
             self._rollup_lines += [_rolled_up(run.start, event) for event in events]
@@ -123,6 +123,8 @@ class RunWriter:
     ) -> None:
         """Add the statistics of a step."""
         self.add_names(statistics.names)
+        if statistics.updates is not None:
+            self.add_names(statistics.updates.names)
         text = encode_statistics(statistics, self.positions, step=step, scale=scale)
         self._lines.append(f"{text}\n")
         self._end += len(text) + 1
@@ -180,8 +182,16 @@ class RunWriter:
 
     def abandon(self) -> None:
         """Close the files as they are."""
-        self._file.close()
-        self._rollup.close()
+        for file in self._files:
+            file.close()
+
+    def remove(self) -> None:
+        """Close the files, and remove those that were made by this."""
+        self.abandon()
+        paths = self.path, rollup_path(self.path)
+        for path, file in zip(paths, self._files, strict=False):
+            if file.is_new:
+                path.unlink(missing_ok=True)
 
     def _add_line(self, text: str) -> None:
         self._lines.append(f"{text}\n")

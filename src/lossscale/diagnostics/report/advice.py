@@ -2,6 +2,7 @@
 """What to try, in words: only what follows from what a run shows."""
 
 from collections.abc import Iterator
+from math import isnan
 from typing import TYPE_CHECKING
 
 from lossscale.diagnostics.report.wording import number, percent
@@ -20,7 +21,10 @@ def give_advice(run: "Summary") -> Iterator[str]:
     if not run.steps:
         yield "No step was recorded. Check that the recorder is called after each step."
         return
-    parts = (_about_alarms, _about_skips, _about_underflow, _about_scale)
+    parts = (
+        *(_about_alarms, _about_nan, _about_skips, _about_underflow, _about_updates),
+        _about_scale,
+    )
     advice = [text for part in parts for text in part(run)]
     yield from advice or [_nothing_to_change(run)]
     yield from _about_record(run)
@@ -30,10 +34,13 @@ def _nothing_to_change(run: "Summary") -> str:
     if not run.skipped:
         return "Nothing to change: no step was skipped."
     were = "was" if run.skipped == 1 else "were"
-    return (
-        f"Nothing to change: {_steps(run.skipped)} {were} skipped while the scale grew "
-        f"{run.growths:,} times, which is how a dynamic scale finds its limit."
-    )
+    times = "once" if run.growths == 1 else f"{run.growths:,} times"
+    skipped = f"Nothing to change: {_steps(run.skipped)} {were} skipped"
+    if run.growths:
+        skipped += f" while the scale grew {times}"
+    if run.backoffs or run.growths:
+        return f"{skipped}, which is how a dynamic scale finds its limit."
+    return f"{skipped} for an overflow."
 
 
 def _about_alarms(run: "Summary") -> Iterator[str]:
@@ -55,6 +62,10 @@ _GROWING = (
     "The gradients were growing. Lower the learning rate or lengthen its warm-up, and "
     "clip by the norm; a lower scale only delays the overflow."
 )
+_LOOK_FOR_NAN = (
+    "Look for it in the forward pass: a division by zero, a logarithm or square root of "
+    "a number that is not positive, an attention row that is masked completely."
+)
 _ADVICE = {
     "back-offs": _GROWING,
     "headroom": _GROWING,
@@ -64,16 +75,29 @@ _ADVICE = {
         "lower the learning rate, or keep the layers named below in float32 or "
         "bfloat16."
     ),
-    "nan": (
-        "NaN without an infinity does not come from the scale. Look for it in the "
-        "forward pass: a division by zero, a logarithm or square root of a number that "
-        "is not positive, an attention row that is masked completely."
-    ),
+    "nan": (f"NaN without an infinity does not come from the scale. {_LOOK_FOR_NAN}"),
 }
 _NAN_LATER = (
     "NaN came after the first alarm: by then the weights were broken, and no scale "
     "could help."
 )
+
+
+def _about_nan(run: "Summary") -> Iterator[str]:
+    """Say what a NaN means that no alarm was raised for."""
+    if "nan" in {alarm.kind for alarm in run.alarms}:
+        return
+    if run.last_loss is not None and isnan(run.last_loss):
+        yield (
+            "The loss was not finite at the end: the weights are broken, and no scale "
+            "can help. Go back to a checkpoint from before the first such loss, and "
+            "lower the learning rate or look for the cause in the forward pass."
+        )
+    elif run.causes.get("nan"):
+        yield (
+            f"{_steps(run.causes['nan'])} had NaN in the gradients. Where the scale was "
+            f"lowered and it came back, it does not come from the scale. {_LOOK_FOR_NAN}"
+        )
 
 
 def _about_skips(run: "Summary") -> Iterator[str]:
@@ -88,7 +112,12 @@ def _about_skips(run: "Summary") -> Iterator[str]:
             f"{_steps(run.causes['headroom'])} had gradients that are finite and too "
             "large for the optimizer to square: clip them."
         )
-    overflows = run.causes.get("inf", 0) + run.causes.get("nan", 0)
+    if run.causes.get("not stepped"):
+        yield (
+            f"{_steps(run.causes['not stepped'])} had finite gradients, and the "
+            "optimizer did not step: it was not called, or it raised."
+        )
+    overflows = run.causes.get("inf", 0)
     if overflows > _MANY * run.steps and overflows > run.backoffs:
         yield (
             f"{overflows / run.steps:.1%} of the steps overflowed. Each of them costs "
@@ -125,6 +154,22 @@ def _about_underflow(run: "Summary") -> Iterator[str]:
 
 
 _MUCH = 0.5
+
+
+def _about_updates(run: "Summary") -> Iterator[str]:
+    updates = run.updates
+    if updates is None or updates.worst is None:
+        return
+    worst, others = updates.worst, updates.unkept - 1
+    also = ""
+    if others:
+        tensors = "1 other tensor" if others == 1 else f"{others:,} other tensors"
+        also = f", and more than half of {tensors}"
+    # What to do comes first: Markdown cuts long lines.
+    yield (
+        f"Use master_weights=True: the update of step {updates.step:,} was rounded "
+        f"away in {worst.dtype} for {percent(worst.lost)} of {worst.name}{also}."
+    )
 
 
 def _about_scale(run: "Summary") -> Iterator[str]:

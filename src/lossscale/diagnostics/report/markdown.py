@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from lossscale.diagnostics.alarms import Alarm
 from lossscale.diagnostics.report.differences import find_differences
 from lossscale.diagnostics.report.summary import Summary
+from lossscale.diagnostics.report.updates import HEADS, cells, describe
 from lossscale.diagnostics.report.wording import (
     NOTHING,
     duration,
@@ -44,6 +45,9 @@ def _run(run: Summary) -> Iterator[str]:
         yield from ("### What to try", "")
         yield from (f"- {escape_line(text)}" for text in run.advice)
         yield ""
+    if run.updates is not None:
+        yield from ("### Updates of the weights", "", describe(run.updates), "")
+        yield from make_table(HEADS, cells(run.updates))
     if run.tensors:
         yield from ("### Tensors that were not finite", "")
         yield from _tensors(run)

@@ -176,6 +176,7 @@ def _assemble(
         run_toggles=sections.run_toggles(summaries),
         run_chooser=sections.run_chooser(summaries, json.loads(data)["tensor_run"]),
         policies="" if policies is None else policies_section(policies),
+        updates=sections.updates(summaries),
         nonfinite=sections.nonfinite(summaries),
         differences=sections.differences(summaries, find_differences(summaries)),
         about=sections.about(summaries),

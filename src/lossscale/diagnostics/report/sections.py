@@ -9,6 +9,7 @@ from html import escape
 
 from lossscale.diagnostics.report.differences import Difference
 from lossscale.diagnostics.report.summary import Summary
+from lossscale.diagnostics.report.updates import HEADS, cells, describe
 from lossscale.diagnostics.report.wording import NOTHING, duration, number, percent
 
 _MOST_TENSORS = 100
@@ -217,6 +218,22 @@ def nonfinite(runs: Sequence[Summary]) -> str:
         else "None."
     )
     return f'<p class="good">{text}</p>'
+
+
+def updates(runs: Sequence[Summary]) -> str:
+    """Return the section on the updates of the weights, if any were measured."""
+    parts = []
+    for run in runs:
+        if run.updates is not None:
+            sentence = f'<p class="sub">{escape(describe(run.updates))}</p>'
+            table = make_table(HEADS, cells(run.updates), names=True)
+            parts += [_run_heading(runs, run), sentence, table]
+    if not parts:
+        return ""
+    return (
+        '<section id="updates" aria-labelledby="updates-title">'
+        f'<h2 id="updates-title">Updates of the weights</h2>{"".join(parts)}</section>'
+    )
 
 
 def differences(runs: Sequence[Summary], rows: Sequence[Difference]) -> str:

@@ -2,7 +2,7 @@
 """What a report says about a run, in numbers: the page, Markdown and JSON share it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from lossscale.diagnostics.records.blocks import Block, Overflows, add_overflows
 from lossscale.diagnostics.records.run_file import RunFile
 from lossscale.diagnostics.records.steps import CAUSES, StepRecord
 from lossscale.diagnostics.report.advice import give_advice
+from lossscale.diagnostics.report.updates import Updates, summarize_updates
 
 REPORT_FORMAT = "lossscale-report/1"
 """The format of `lossscale report --format json`."""
@@ -79,6 +80,8 @@ class Summary:
     policy: dict[str, Any]
     versions: dict[str, str]
     config: dict[str, Any]
+    updates: Updates | None = None
+    """What the last measured step added to the weights."""
     advice: tuple[str, ...] = ()
 
     @property
@@ -92,10 +95,16 @@ class Summary:
         values["bracket"] = None if self.bracket is None else self.bracket._asdict()
         values["alarms"] = [alarm._asdict() for alarm in self.alarms]
         values["tensors"] = [tensor._asdict() for tensor in self.tensors]
+        values["updates"] = None if self.updates is None else self.updates.as_json()
         return {key: _finite_or_none(value) for key, value in values.items()}
 
 
 def _finite_or_none(value: Any) -> Any:
+    """Return a value with `None` for what strict JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: _finite_or_none(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite_or_none(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -136,12 +145,13 @@ def summarize_run(run: RunFile) -> Summary:
         "tensors": _sum_overflows(blocks),
         "bracket": _find_bracket(run, alarms),
         "dtype": run.dtype,
-        "device": str(run.header.get("device") or "unknown"),
+        "device": run.device,
         "policy": _mapping(run.header.get("policy")),
         "versions": {
             k: str(v) for k, v in _mapping(run.header.get("versions")).items()
         },
         "config": _mapping(run.header.get("config")),
+        "updates": summarize_updates(run),
     }
     summary = Summary(**values)
     return Summary(**values, advice=tuple(give_advice(summary)))
@@ -222,18 +232,30 @@ def _mean_loss(run: RunFile, *, start: bool) -> float | None:
 def _find_bracket(run: RunFile, alarms: Sequence[Alarm]) -> Bracket | None:
     """Return where gradients broke: what led to the first alarm, or the first time."""
     if alarms and alarms[0].last_good_step is not None:
-        span = run.records(alarms[0].last_good_step, alarms[0].step)
-        found = next(filter(None, map(_bracket_of, span)), None)
+        last = alarms[0].step
+        start = max(alarms[0].last_good_step, last - _LONGEST_SPAN)
+        found = _first_bracket(run.records(start, last))
         if found is not None:
             return found
-    for block in run.blocks:
-        for tensor in block.tensors:
-            found = next(
-                map(_bracket_of, run.records(tensor.first, tensor.first)), None
-            )
-            if found is not None:
-                return found
+    # A block is read once, however many tensors broke in it: decoding it costs as much
+    # for one step as for all of them.
+    broken = [block for block in run.blocks if block.tensors]
+    for block in broken[:_MOST_BLOCKS]:
+        found = _first_bracket(run.records(block.first, block.last))
+        if found is not None:
+            return found
     return None
+
+
+_LONGEST_SPAN = 4_096
+"""How many steps before the first alarm are searched for the layer that broke."""
+
+_MOST_BLOCKS = 16
+"""How many blocks with non-finite tensors are searched for it."""
+
+
+def _first_bracket(records: Iterable[StepRecord]) -> Bracket | None:
+    return next(filter(None, map(_bracket_of, records)), None)
 
 
 def _bracket_of(record: StepRecord) -> Bracket | None:

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lossscale.diagnostics.formats import FORMATS
-from lossscale.diagnostics.records.run_file import RunFile, Statistics
+from lossscale.diagnostics.records.run_file import RunFile
+from lossscale.diagnostics.records.statistics_line import Statistics
 from lossscale.diagnostics.report.encoding import encode_arrays
 
 Floats = npt.NDArray[np.float64]
@@ -68,6 +69,8 @@ def make_heat_map(run: RunFile) -> HeatMap | None:
     headroom = np.where(broken, BROKEN, np.minimum(headroom, _FARTHEST))
     lost = np.where(broken, np.nan, lost)
     shown = _most_telling(headroom, lost)
+    if not shown:
+        return None
     return HeatMap(
         names=[run.names[index] for index in shown],
         first=first[starts],
@@ -85,11 +88,8 @@ BROKEN = -1.0
 
 
 def dtype_of(run: RunFile, index: int) -> str:
-    """Return the format of a tensor's gradient."""
-    dtypes = run.header.get("dtypes")
-    if isinstance(dtypes, list) and index < len(dtypes) and dtypes[index] in FORMATS:
-        return str(dtypes[index])
-    return run.dtype
+    """Return the format that limits a tensor's gradient."""
+    return run.dtypes[index] if index < len(run.dtypes) else run.dtype
 
 
 def _extremes(run: RunFile) -> tuple[Any, ...] | None:
@@ -222,7 +222,8 @@ def _choose_samples(run: RunFile, heat_map: HeatMap | None) -> list[Statistics]:
     if heat_map is None:
         return []
     columns = np.linspace(0, heat_map.first.size - 1, _SAMPLES - 1).round()
-    worst = int(np.nanargmin(np.nanmin(heat_map.headroom, axis=0)))
+    # A step may have statistics of no tensor at all.
+    worst = int(np.nanargmin(np.fmin.reduce(heat_map.headroom, axis=0)))
     wanted = sorted({*columns.astype(int).tolist(), worst})
     found = {}
     for column in wanted:

@@ -24,6 +24,10 @@ def number(value: float | None) -> str:
     """Return a number: whole ones with commas, powers of two that are long as such."""
     if value is None:
         return NOTHING
+    try:
+        value = float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return "over 1e308" if value > 0 else "under -1e308"
     if not isfinite(value):
         return "NaN" if isnan(value) else f"{value:f}"
     if float(value).is_integer() and abs(value) < _LONG:

@@ -16,7 +16,7 @@ from lossscale.jax.explanation.values import Value
 
 
 def find_origin(
-    name: str, inputs: Sequence[Value], kind: Kind, *, wide: float | None
+    name: str, inputs: Sequence[Value], kind: Kind, *, magnitude: float | None
 ) -> Origin:
     """Return what an equation did whose inputs were finite.
 
@@ -24,16 +24,16 @@ def find_origin(
         name: The name of its primitive.
         inputs: What it read.
         kind: What its result has that is not finite.
-        wide: The largest magnitude of the result in a wider format, if it is known.
+        magnitude: The largest of the result in a wider format, if it is known.
     """
     arrays = [value.array for value in inputs]
     if name in _QUESTIONS:
-        found = _QUESTIONS[name](arrays, kind)
-        if found is not None:
-            return found
+        origin = _QUESTIONS[name](arrays, kind)
+        if origin is not None:
+            return origin
     if name in _OF_A_DOMAIN:
         return "outside the domain"
-    if name in _GROWING and (not kind.nan or wide is not None):
+    if name in _GROWING and (not kind.nan or magnitude is not None):
         return "overflow"
     return "unknown"
 

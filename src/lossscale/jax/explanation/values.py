@@ -19,10 +19,10 @@ def kind_of(array: Any) -> Kind | None:
     if not jnp.issubdtype(dtype, jnp.inexact) or not jnp.size(array):
         return None
     if jnp.size(array) <= _SMALL:
-        found = _find_flags_of_few(np.asarray(array))
+        numbers = _find_flags_of_few(np.asarray(array))
     else:
-        found = jax.device_get(_find_flags(array))
-    flags = Kind(*(bool(flag) for flag in found))
+        numbers = jax.device_get(_find_flags(array))
+    flags = Kind(*(bool(flag) for flag in numbers))
     return flags if any(flags) else None
 
 

@@ -80,12 +80,14 @@ def explain(
     number = check_scale("scale", number)
     backend = keras.backend.backend()
     module = importlib.import_module(f"lossscale.keras.explanation.on_{backend}")
-    kept = KeptVariables(model)
+    saved = KeptVariables(model)
     try:
-        seen: Explanation = module.explain(model, (x, y, sample_weight), number, kept)
+        explanation: Explanation = module.explain(
+            model, (x, y, sample_weight), number, saved
+        )
     finally:
-        kept.restore()
-    return seen
+        saved.restore()
+    return explanation
 
 
 def _read_scale(optimizer: Any) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale.core.explanation.evaluated import Place
+from lossscale.core.explanation.evaluated import Location
 
 
 class LayerScopes:
@@ -22,8 +22,8 @@ class LayerScopes:
         """Prepare; nothing is replaced yet."""
         layers = model._flatten_layers(include_self=False)  # noqa: SLF001  # Keras's own
         self._layers = [layer for layer in layers if "call" not in vars(layer)]
-        self._stack: list[Place] = []
-        self.current = Place()
+        self._stack: list[Location] = []
+        self.current = Location()
         """Where the operation is that runs now."""
 
     def __enter__(self) -> "LayerScopes":  # noqa: PYI034  # Python 3.10 has no Self
@@ -38,20 +38,24 @@ class LayerScopes:
             del vars(layer)["call"]
 
     def _wrap(self, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-        own = Place(layer.path or layer.name, type(layer).__name__)
+        location = Location(layer.path or layer.name, type(layer).__name__)
 
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def call_in_scope(*args: Any, **kwargs: Any) -> Any:
             outer = self.current
-            self.current = own
-            args = keras.tree.map_structure(lambda x: self._mark(x, own, outer), args)
+            self.current = location
+            args = keras.tree.map_structure(
+                lambda x: self._mark(x, location, outer), args
+            )
             result = call(*args, **kwargs)
-            result = keras.tree.map_structure(lambda x: self._mark(x, own, own), result)
+            result = keras.tree.map_structure(
+                lambda x: self._mark(x, location, location), result
+            )
             self.current = outer
             return result
 
-        return wrapped
+        return call_in_scope
 
-    def _mark(self, value: Any, within: Place, after: Place) -> Any:
+    def _mark(self, value: Any, within: Location, after: Location) -> Any:
         """Return a tensor whose gradient says where the backward pass is.
 
         Args:

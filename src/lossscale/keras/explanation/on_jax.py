@@ -17,10 +17,10 @@ from lossscale.keras.explanation.variables import KeptVariables
 
 
 def explain(
-    model: Any, batch: tuple[Any, Any, Any], scale: float, kept: KeptVariables
+    model: Any, batch: tuple[Any, Any, Any], scale: float, saved: KeptVariables
 ) -> Explanation:
     """Return why a batch was not finite."""
-    del kept  # nothing is assigned
+    del saved  # nothing is assigned
     lists = (
         model.trainable_variables,
         model.non_trainable_variables,
@@ -36,27 +36,29 @@ def explain(
 
     def run(scale: Any, leaves: list[Any]) -> tuple[Any, Any]:
         trainable = leaves[: counts[0]]
-        others = leaves[counts[0] : counts[0] + counts[1]]
+        non_trainable = leaves[counts[0] : counts[0] + counts[1]]
         metrics = leaves[counts[0] + counts[1] : sum(counts)]
         x, y, sample_weight = jax.tree.unflatten(structure, leaves[sum(counts) :])
 
-        def scaled(trainable: list[Any]) -> tuple[Any, Any]:
+        def compute_scaled_loss(trainable: list[Any]) -> tuple[Any, Any]:
             loss, _ = model.compute_loss_and_updates(
-                *(trainable, others, metrics, x, y, sample_weight),
+                *(trainable, non_trainable, metrics, x, y, sample_weight),
                 training=True,
                 # Without an optimizer's variables the loss is not scaled, so that it is
                 # scaled here, by a scale that can be lowered.
                 optimizer_variables=None,
             )
-            wide = loss if loss.dtype == np.float64 else loss.astype(np.float32)
-            return wide * scale.astype(wide.dtype), loss
+            upcast_loss = loss if loss.dtype == np.float64 else loss.astype(np.float32)
+            return upcast_loss * scale.astype(upcast_loss.dtype), loss
 
         with _WithoutOptimizer(model):
-            (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(trainable)
+            (_, loss), grads = jax.value_and_grad(compute_scaled_loss, has_aux=True)(
+                trainable
+            )
         return loss, grads
 
     flags = [index < counts[0] for index in range(len(names))]
-    seen = explain_program(
+    explanation = explain_program(
         run,
         scale,
         [*values, *data],
@@ -66,22 +68,22 @@ def explain(
     )
     layers = {layer.name: layer for layer in model._flatten_layers()}  # noqa: SLF001
     return replace(
-        seen,
-        first=_name_layer(seen.first, layers),
-        first_nan=_name_layer(seen.first_nan, layers),
+        explanation,
+        first=_name_layer(explanation.first, layers),
+        first_nan=_name_layer(explanation.first_nan, layers),
     )
 
 
-def _name_layer(found: Finding | None, layers: dict[str, Any]) -> Finding | None:
+def _name_layer(finding: Finding | None, layers: dict[str, Any]) -> Finding | None:
     """Return a finding with the layer of its innermost scope."""
-    if found is None or found.module is None:
-        return found
-    scopes = found.module.split("/")
+    if finding is None or finding.module is None:
+        return finding
+    scopes = finding.module.split("/")
     layer = next((layers[name] for name in scopes[::-1] if name in layers), None)
     if layer is None:
-        return replace(found, module_type=None)
+        return replace(finding, module_type=None)
     return replace(
-        found, module=layer.path or layer.name, module_type=type(layer).__name__
+        finding, module=layer.path or layer.name, module_type=type(layer).__name__
     )
 
 

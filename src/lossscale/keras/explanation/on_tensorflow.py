@@ -24,14 +24,14 @@ _NAMES = ("x", "y", "sample_weight")
 
 
 def explain(
-    model: Any, batch: tuple[Any, Any, Any], scale: float, kept: KeptVariables
+    model: Any, batch: tuple[Any, Any, Any], scale: float, saved: KeptVariables
 ) -> Explanation:
     """Return why a batch was not finite."""
     batch = keras.tree.map_structure(_to_tensor, batch)
     with LayerScopes(model) as scopes:
         watch = OperationWatch(scopes, model.variables)
-        for name, part in zip(_NAMES, batch, strict=True):
-            leaves = keras.tree.flatten(part)
+        for name, value in zip(_NAMES, batch, strict=True):
+            leaves = keras.tree.flatten(value)
             for index, leaf in enumerate(leaves):
                 if leaf is not None:
                     label = name if len(leaves) == 1 else f"{name}[{index}]"
@@ -45,14 +45,14 @@ def explain(
     }
     loss_node = watch.node_of(loss)
     mark_forward(loss_node)
-    return _explain_results(model, batch, scale, kept, (loss_node, gradients))
+    return _explain_results(model, batch, scale, saved, (loss_node, gradients))
 
 
 def _explain_results(
     model: Any,
     batch: Any,
     scale: float,
-    kept: KeptVariables,
+    saved: KeptVariables,
     results: tuple[Node | None, dict[str, Node]],
 ) -> Explanation:
     loss, gradients = results
@@ -60,12 +60,12 @@ def _explain_results(
     loss_finite = loss is None or loss.kind is None
     if loss is not None and not loss_finite:
         bad = [loss]
-    found = find_causes(bad)
-    first, first_nan = (make_finding(node, loss, gradients) for node in found)
+    causes = find_causes(bad)
+    first, first_nan = (make_finding(node, loss, gradients) for node in causes)
     trials = []
     if bad and loss_finite and (first is None or first.direction != "given"):
         for lower in scales_to_try(scale, None if first is None else first.ratio):
-            kept.restore()
+            saved.restore()
             _, grads = _run(model, batch, lower)
             tensors = [_values_of(grad) for grad in grads if grad is not None]
             finite = all(kind_of(tensor) is None for tensor in tensors)

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_callbacks
 
-from lossscale.core.explanation.evaluated import Kind, Node, Place
+from lossscale.core.explanation.evaluated import Kind, Location, Node
 from lossscale.keras.explanation.layer_scopes import LayerScopes
 from lossscale.keras.explanation.tensorflow_origins import (
     find_origin,
@@ -61,14 +61,14 @@ class OperationWatch:
 
     def add_argument(self, tensor: Any, name: str) -> None:
         """Know a tensor of the batch by its name."""
-        node = self._add(tensor, Place(), None, ())
+        node = self._add(tensor, Location(), None, ())
         node.argument = name
         node.origin = None if node.kind is None else "batch"
 
     def node_of(self, tensor: Any) -> Node | None:
         """Return what made a tensor."""
-        known = self._known.get(id(tensor))
-        return None if known is None else known[1]
+        entry = self._known.get(id(tensor))
+        return None if entry is None else entry[1]
 
     def _take(
         self,
@@ -100,35 +100,39 @@ class OperationWatch:
             node.argument = next(filter(None, handles))
             node.is_parameter, node.origin = True, "parameter"
             return
-        given = [(value, self._kind_of_input(value)) for value in inputs]
-        kinds = [kind for _, kind in given if kind is not None]
+        pairs = [(value, self._kind_of_input(value)) for value in inputs]
+        kinds = [kind for _, kind in pairs if kind is not None]
         arrays = [x.numpy() for x in inputs if x.dtype != tf.resource]
         if not kinds:
             largest = float(tensor.dtype.max) if tensor.dtype.is_floating else math.inf
-            wide = measure_wide(op_type, arrays, settings, largest)
-            node.magnitude = wide
-            node.origin = find_origin(op_type, arrays, node.kind, wide=wide)
+            magnitude = measure_wide(op_type, arrays, settings, largest)
+            node.magnitude = magnitude
+            node.origin = find_origin(op_type, arrays, node.kind, magnitude=magnitude)
         elif not node.bad_parents:
             node.origin = "constant"
         elif node.kind.nan and not any(kind.nan for kind in kinds):
             node.origin = find_origin_of_nan(op_type, arrays, kinds)
 
     def _kind_of_input(self, tensor: Any) -> Kind | None:
-        known = self._known.get(id(tensor))
-        if known is not None:
-            return known[2]
+        entry = self._known.get(id(tensor))
+        if entry is not None:
+            return entry[2]
         return None if tensor.dtype == tf.resource else kind_of(tensor)
 
     def _add(
-        self, tensor: Any, place: Place, operation: str | None, inputs: Sequence[Any]
+        self,
+        tensor: Any,
+        location: Location,
+        operation: str | None,
+        inputs: Sequence[Any],
     ) -> Node:
-        known = [self._known[id(x)] for x in inputs if id(x) in self._known]
+        entries = [self._known[id(x)] for x in inputs if id(x) in self._known]
         node = Node(
             self._count,
-            place,
+            location,
             operation,
-            tuple(one for _, one, _ in known),
-            tuple(one for _, one, kind in known if kind is not None),
+            tuple(parent for _, parent, _ in entries),
+            tuple(parent for _, parent, kind in entries if kind is not None),
             kind_of(tensor) if tensor.dtype != tf.resource else None,
         )
         self._count += 1

@@ -12,7 +12,7 @@ from lossscale.core.explanation.origins import Origin
 
 
 def find_origin(
-    name: str, arrays: Sequence[Any], kind: Kind, *, wide: float | None
+    name: str, arrays: Sequence[Any], kind: Kind, *, magnitude: float | None
 ) -> Origin:
     """Return what an operation did whose inputs were finite.
 
@@ -20,15 +20,15 @@ def find_origin(
         name: TensorFlow's name of it.
         arrays: What it read.
         kind: What its result has that is not finite.
-        wide: The largest magnitude of the result in float64, if it is known.
+        magnitude: The largest magnitude of the result in float64, if it is known.
     """
     if name in _QUESTIONS:
-        found = _QUESTIONS[name](arrays, kind)
-        if found is not None:
-            return found
+        origin = _QUESTIONS[name](arrays, kind)
+        if origin is not None:
+            return origin
     if name in _OF_A_DOMAIN:
         return "outside the domain"
-    return "overflow" if wide is not None or name in _GROWING else "unknown"
+    return "overflow" if magnitude is not None or name in _GROWING else "unknown"
 
 
 def find_origin_of_nan(
@@ -59,10 +59,10 @@ def measure_wide(
     """
     if name not in _WIDE:
         return None
-    wide = [np.asarray(array, np.float64) for array in arrays]
+    wide_arrays = [np.asarray(array, np.float64) for array in arrays]
     with np.errstate(all="ignore"):
         try:
-            result = _WIDE[name](wide, settings)
+            result = _WIDE[name](wide_arrays, settings)
         except (IndexError, ValueError):  # shapes that only TensorFlow combines
             return None
         magnitude = float(np.max(np.abs(result), initial=0.0))

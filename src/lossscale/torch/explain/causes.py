@@ -37,14 +37,14 @@ def find_causes(ends: Iterable[Event]) -> tuple[Event | None, Event | None]:
 
 def _ancestors(ends: Iterable[Event]) -> set[Event]:
     """Return events and all that their results were made of."""
-    found: set[Event] = set()
+    ancestors: set[Event] = set()
     waiting = list(ends)
     while waiting:
         event = waiting.pop()
-        if event not in found:
-            found.add(event)
+        if event not in ancestors:
+            ancestors.add(event)
             waiting += event.parents
-    return found
+    return ancestors
 
 
 def _index(event: Event) -> int:

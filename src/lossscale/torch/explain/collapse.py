@@ -78,21 +78,21 @@ class BatchWatch:
         self._gradients.check_all()
         self._stack.close()
         self._history.add(report, **options)
-        seen = self._conclude(report.scale)
-        self._history.explanation = seen
+        explanation = self._conclude(report.scale)
+        self._history.explanation = explanation
         warnings.warn(
-            f"The batch after the alarm was watched. {seen}",
+            f"The batch after the alarm was watched. {explanation}",
             CollapseWarning,
             stacklevel=stack_level_of_caller(),
         )
 
     def _conclude(self, scale: float) -> Explanation:
-        parts = [*self._modules, *self._tracker.entered]
-        notes = (*note_compiled(parts), *self._watch.notes())
-        seen = conclude(self._names, self._gradients, self._losses, scale, notes)
-        if seen.loss_finite is not False and not seen.finite:
-            seen = replace(seen, notes=(_NOT_TRIED, *seen.notes))
+        modules = [*self._modules, *self._tracker.entered]
+        notes = (*note_compiled(modules), *self._watch.notes())
+        explanation = conclude(self._names, self._gradients, self._losses, scale, notes)
+        if explanation.loss_finite is not False and not explanation.finite:
+            explanation = replace(explanation, notes=(_NOT_TRIED, *explanation.notes))
         # Every rank speaks for itself: a collective here could wait for ever.
         return replace(
-            seen, rank=torch.distributed.get_rank() if is_running() else None
+            explanation, rank=torch.distributed.get_rank() if is_running() else None
         )

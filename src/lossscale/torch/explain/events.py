@@ -53,7 +53,7 @@ class Event:
 
         Its infinities are there on purpose; what is made of them may not be.
         """
-        given = self.origin in ("batch", "parameter", "buffer")
+        is_input = self.origin in ("batch", "parameter", "buffer")
         if self.origin == "constant":
             return not self.kind.nan
-        return given and self.kind.is_mask
+        return is_input and self.kind.is_mask

@@ -53,14 +53,20 @@ def explain(
     snapshot = Snapshot(model)
     guard = WriteGuard(model.parameters())
     try:
-        own = run.watch(scale, snapshot, guard)
+        explanation = run.watch(scale, snapshot, guard)
         groups = ranks.find_groups(model, run.entered, rank_groups)
-        seen = ranks.collect(own, groups)
+        explanations = ranks.collect(explanation, groups)
         trials = []
-        if _may_help(seen.values()):
-            ratios = [part.first.ratio for part in seen.values() if part.first]
-            ratio = max((one for one in ratios if one is not None), default=None)
-            for lower in scales_to_try(scale, ratio):
+        if _may_help(explanations.values()):
+            ratios = [
+                rank_explanation.first.ratio
+                for rank_explanation in explanations.values()
+                if rank_explanation.first
+            ]
+            largest_ratio = max(
+                (ratio for ratio in ratios if ratio is not None), default=None
+            )
+            for lower in scales_to_try(scale, largest_ratio):
                 finite = run.is_finite_at(lower, snapshot, guard)
                 finite = all(ranks.collect(finite, groups).values())
                 trials.append(Trial(lower, finite))
@@ -69,7 +75,7 @@ def explain(
     finally:
         guard.restore()
         snapshot.restore()
-    return _join(seen, tuple(trials), groups)
+    return _join(explanations, tuple(trials), groups)
 
 
 def _check_arguments(
@@ -134,8 +140,8 @@ class _Run:
         with guard, gradients, tracker:
             self._run(stand_ins, gradients, watch)
         self.entered = list(tracker.entered)
-        parts = [*self._model.modules(), *self.entered]
-        notes = (*note_compiled(parts), *watch.notes())
+        modules = [*self._model.modules(), *self.entered]
+        notes = (*note_compiled(modules), *watch.notes())
         return conclude(self._names, gradients, losses, scale, notes)
 
     def is_finite_at(self, scale: float, snapshot: Snapshot, guard: WriteGuard) -> bool:
@@ -251,23 +257,24 @@ def conclude(
     )
 
 
-def _may_help(seen: Any) -> bool:
+def _may_help(explanations: Any) -> bool:
     """Whether lower scales are worth a try: a gradient overflowed, and no loss."""
-    parts = list(seen)
-    if all(part.finite for part in parts):
+    explanations = list(explanations)
+    if all(explanation.finite for explanation in explanations):
         return False
-    return all(part.loss_finite is not False for part in parts)
+    return all(explanation.loss_finite is not False for explanation in explanations)
 
 
 def _join(
-    seen: dict[int, Explanation], trials: tuple[Trial, ...], groups: list[Any]
+    explanations: dict[int, Explanation], trials: tuple[Trial, ...], groups: list[Any]
 ) -> Explanation:
     """Return what this rank saw, with the trials and the other ranks."""
     if not groups:
-        return replace(seen[0], trials=trials)
-    own = torch.distributed.get_rank()
-    parts = {
-        rank: replace(part, rank=rank, trials=trials) for rank, part in seen.items()
+        return replace(explanations[0], trials=trials)
+    own_rank = torch.distributed.get_rank()
+    complete = {
+        rank: replace(explanation, rank=rank, trials=trials)
+        for rank, explanation in explanations.items()
     }
-    others = tuple(parts[rank] for rank in sorted(parts) if rank != own)
-    return replace(parts[own], others=others)
+    of_others = tuple(complete[rank] for rank in sorted(complete) if rank != own_rank)
+    return replace(complete[own_rank], others=of_others)

@@ -67,8 +67,8 @@ class GradientWatch:
                 continue
             if name not in self.arrived:
                 self._take(param)
-            known = name in self.nonfinite or name in self.late
-            kind = None if known else kind_of(param.grad)
+            is_recorded = name in self.nonfinite or name in self.late
+            kind = None if is_recorded else kind_of(param.grad)
             if kind is not None:
                 self.late[name] = kind.nan
 

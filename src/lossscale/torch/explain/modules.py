@@ -56,11 +56,11 @@ class Names:
             model = model.module
         for name, module in model.named_modules():
             self._modules.setdefault(id(module), clean_name(name))
-            own = (
+            direct = (
                 *module.named_parameters(recurse=False),
                 *module.named_buffers(recurse=False),
             )
-            for key, tensor in own:
+            for key, tensor in direct:
                 full = clean_name(f"{name}.{key}" if name else key)
                 self.tensors.setdefault(id(tensor), full)
                 self._owners.setdefault(id(tensor), module)
@@ -171,8 +171,8 @@ class ModuleTracker:
             if after.name() in _CASTS:
                 waiting += [later for later, _ in after.next_functions]
                 continue
-            other = self.site_of(after)
-            if other is not None and other.module is not module:
+            next_site = self.site_of(after)
+            if next_site is not None and next_site.module is not module:
                 return True
         return False
 

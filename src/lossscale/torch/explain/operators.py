@@ -32,13 +32,13 @@ def written_tensors(
     func: Any, args: Arguments, kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
     """Return the tensors that an operator writes to."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = kwargs.get(argument.name, args[index] if index < len(args) else None)
-        found += tensors_in(value)
-    return found
+        tensors += tensors_in(value)
+    return tensors
 
 
 def has_known_results(func: Any) -> bool:
@@ -52,7 +52,7 @@ def has_known_results(func: Any) -> bool:
     if name == "lift_fresh" or is_mutable(func):
         return False
     returns: Sequence[Any] = func._schema.returns  # noqa: SLF001
-    return bool(returns) and all(one.alias_info is not None for one in returns)
+    return bool(returns) and all(result.alias_info is not None for result in returns)
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:

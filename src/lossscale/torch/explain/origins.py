@@ -81,10 +81,10 @@ def _has_zero_partner(name: str, args: Sequence[Any]) -> bool:
     first, second = (args[index] for index in _BILINEAR[name])
     if name == "convolution":
         return bool((first == 0).any() or (second == 0).any())
-    for one, other in ((first, second), (second, first)):
-        infinite = torch.isinf(one).float()
-        zero = (other == 0).float()
-        pair = (infinite, zero) if one is first else (zero, infinite)
+    for left, right in ((first, second), (second, first)):
+        infinite = torch.isinf(left).float()
+        zero = (right == 0).float()
+        pair = (infinite, zero) if left is first else (zero, infinite)
         if bool(torch.matmul(*pair).any()):
             return True
     return False

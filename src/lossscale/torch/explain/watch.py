@@ -160,24 +160,26 @@ class OperatorWatch(TorchDispatchMode):
     ) -> Event:
         """Record what an operator wrote that was not finite."""
         args, kwargs = before
-        given = [
-            (tensor, found)
+        bad_inputs = [
+            (tensor, input_kind)
             for tensor in tensors_in(before)
-            if (found := kind_of(tensor)) is not None
+            if (input_kind := kind_of(tensor)) is not None
         ]
         name = plain_name(func)
         site = self._site(node, is_backward=is_backward)
         # Backends copy what has arrived from buffers that no operator wrote.
         has_arrived = address_of(result) in self._from_ranks
         parents = [
-            self._parent(tensor, found, site, has_arrived=has_arrived)
-            for tensor, found in given
+            self._parent(tensor, input_kind, site, has_arrived=has_arrived)
+            for tensor, input_kind in bad_inputs
         ]
         origin: Origin | None = None
         magnitude = None
-        if not given or (kind.nan and not any(found.nan for _, found in given)):
-            origin = find_origin(name, args, kwargs, kind, is_given=bool(given))
-            if not given and origin in ("unknown", "0 / 0"):
+        if not bad_inputs or (
+            kind.nan and not any(input_kind.nan for _, input_kind in bad_inputs)
+        ):
+            origin = find_origin(name, args, kwargs, kind, is_given=bool(bad_inputs))
+            if not bad_inputs and origin in ("unknown", "0 / 0"):
                 magnitude = magnitudes.measure_wide(func, args, kwargs, index)
                 origin = _judge(origin, name, magnitude)
         event = Event(
@@ -243,8 +245,8 @@ class OperatorWatch(TorchDispatchMode):
     ) -> Event:
         """Return the event that wrote an input."""
         address = address_of(tensor)
-        known = None if address is None else self._by_address.get(address)
-        return known or self._record_given(tensor, kind, site, has_arrived=has_arrived)
+        event = None if address is None else self._by_address.get(address)
+        return event or self._record_given(tensor, kind, site, has_arrived=has_arrived)
 
     def _record_given(
         self,

@@ -8,12 +8,13 @@ the host by an asynchronous copy. On all other steps there is no operation at al
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 import torch
 
-from lossscale.core.statistics import TensorStatistics
-from lossscale.torch.devices import is_capturing
+from lossscale.core.statistics import TensorStatistics, UpdateStatistics
+from lossscale.torch.devices import is_capturing, send_to_host
 from lossscale.torch.inspection.groups import Group, to_dense
 from lossscale.torch.inspection.inspector import Collected, params_of
 
@@ -49,6 +50,16 @@ class _Rows(NamedTuple):
     """`None` if they are there."""
 
 
+class Update(Protocol):
+    """What a step has added to the weights of an optimizer."""
+
+    def is_ready(self) -> bool:
+        """Whether `read` would not wait for the device."""
+
+    def read(self, name_of: Callable[[int], str]) -> UpdateStatistics | None:
+        """Return the statistics; `None` if the step was skipped."""
+
+
 class SampledTensors:
     """What was counted in one step; read when it has arrived."""
 
@@ -58,7 +69,18 @@ class SampledTensors:
         self._normal: list[int] = []
         """The smallest exponent of a normal number, for each tensor."""
         self._rows: list[_Rows] = []
+        self._updates: list[tuple[Update, Callable[[int], str]]] = []
+        """With each, the names of its optimizer's parameters."""
         self._read: TensorStatistics | None = None
+
+    def add_update(self, update: Update, name_of: Callable[[int], str]) -> None:
+        """Take what the step has added to the weights of an optimizer.
+
+        Args:
+            update: What was measured.
+            name_of: Returns the name of a parameter of the optimizer.
+        """
+        self._updates.append((update, name_of))
 
     @torch.no_grad()
     def add(
@@ -82,13 +104,16 @@ class SampledTensors:
                 tensors = [dense[index] for index in own]
                 has_kernel = group.kernels is not None and found is not _DOUBLE
                 count = _count_by_kernel if has_kernel else _count_eagerly
-                counts, arrived = _send_to_host(count(tensors, found))
+                counts, arrived = send_to_host(count(tensors, found))
                 positions = [start + index for index in own]
                 self._rows.append(_Rows(counts, found, positions, arrived))
 
     def is_ready(self) -> bool:
         """Whether `read` would not wait for the device."""
-        return all(part.arrived is None or part.arrived.query() for part in self._rows)
+        has_arrived = all(
+            part.arrived is None or part.arrived.query() for part in self._rows
+        )
+        return has_arrived and all(update.is_ready() for update, _ in self._updates)
 
     def read(self) -> TensorStatistics:
         """Return the statistics; waits for the device if they have not arrived."""
@@ -114,8 +139,9 @@ class SampledTensors:
                 amax[position] = found[0]
                 zeros[position], subnormals[position] = found[1] / n, found[2] / n
         first, counts = self._align()
+        updates = _join([update.read(name_of) for update, name_of in self._updates])
         return TensorStatistics(
-            self._names, self._sizes, amax, zeros, subnormals, first, counts
+            self._names, self._sizes, amax, zeros, subnormals, first, counts, updates
         )
 
     def _align(self) -> tuple[int, list[list[int]]]:
@@ -136,26 +162,40 @@ class SampledTensors:
         return first, counts
 
 
+def _join(updates: list[UpdateStatistics | None]) -> UpdateStatistics | None:
+    """Return the updates of several optimizers as one; `None` if all were skipped."""
+    taken = [update for update in updates if update is not None]
+    if not taken:
+        return None
+    columns = zip(*taken, strict=True)
+    return UpdateStatistics(*(list(chain.from_iterable(own)) for own in columns))
+
+
 class StatisticsSampler:
     """Samples the gradients of the steps that a callback wants."""
 
     def __init__(self, on_step: object) -> None:
-        """Find out whether the callback ever asks.
+        """Find out whether the callback ever asks; see `listen`."""
+        self.listen(on_step, 1)
+        self._iteration: object = None
+        self._sampled: SampledTensors | None = None
+        self._optimizers: set[int] = set()
+        """The ids of those that were sampled in the iteration."""
+
+    def listen(self, on_step: object, index: int) -> None:
+        """Find out whether a callback ever asks.
 
         Args:
             on_step: Asked by its `wants_statistics`, if it has that, with the index of
                 the next report.
+            index: The index of the report that comes next.
         """
         wants = getattr(on_step, "wants_statistics", None)
         self._wants: Callable[[int], bool] | None = wants if callable(wants) else None
         self.is_listening = self._wants is not None
         """Whether the callback ever asks. If not, there is nothing to call here."""
-        self._index = 1
+        self._index = index
         """The index of the report that comes next."""
-        self._iteration: object = None
-        self._sampled: SampledTensors | None = None
-        self._optimizers: set[int] = set()
-        """The ids of those that were sampled in the iteration."""
 
     def is_due(self) -> bool:
         """Whether the gradients of the current step are wanted."""
@@ -191,6 +231,19 @@ class StatisticsSampler:
         ]
         self._sampled = self._sampled or SampledTensors()
         self._sampled.add(grads, groups.groups, names)
+
+    def add_update(
+        self, iteration: object, update: Update, name_of: Callable[[int], str]
+    ) -> None:
+        """Add what a step has added to the weights, if its gradients were sampled.
+
+        Args:
+            iteration: The iteration.
+            update: What was measured.
+            name_of: Returns the name of a parameter of the optimizer.
+        """
+        if self._sampled is not None and self._iteration is iteration:
+            self._sampled.add_update(update, name_of)
 
     def take(self, iteration: object) -> SampledTensors | None:
         """End a step: return what was sampled in its iteration; `None` if nothing."""
@@ -252,20 +305,6 @@ def _count_piece(tensor: torch.Tensor, exponents: ExponentRange) -> torch.Tensor
         counts = torch.zeros(count + 2, dtype=torch.int64, device=values.device)
         counts.scatter_add_(0, codes, torch.ones_like(codes))
     return torch.cat([counts, bits.long()])
-
-
-def _send_to_host(
-    counts: torch.Tensor,
-) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Start a copy to the host; return it, and the event that says it has arrived."""
-    if counts.device.type != "cuda":
-        return counts.cpu(), None
-    # torch keeps pinned memory for the next time: only the first sample allocates it.
-    copy = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
-    copy.copy_(counts, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(counts.device))
-    return copy, event
 
 
 def _smallest_normal(dtype: torch.dtype) -> int:

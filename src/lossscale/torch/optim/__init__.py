@@ -10,6 +10,7 @@ adam.py       Adam and AdamW
 sgd.py        SGD
 eager.py      a step by torch's own functions, on any device
 host.py       Adam on a CPU, in runs that fit into the cache
+kept_tensors.py  the state whose addresses the kernels have
 plan.py       which parameters the kernels update and which torch's functions do
 kernels/      Triton kernels
 """

@@ -17,6 +17,7 @@ from lossscale.torch.optim.eager import (
     unscale,
     working_dtype,
 )
+from lossscale.torch.optim.formulas import Kept, add_by_adam
 from lossscale.torch.optim.optimizer import (
     HALF,
     MASTER,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 class _AdamStep(ScaledOptimizer):
     """The step of Adam, with either kind of weight decay."""
 
+    kept_names = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER)
     steps_as = torch.optim.Adam
 
     def _init_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
@@ -81,6 +83,17 @@ class _AdamStep(ScaledOptimizer):
         for param, step in zip(params, tables.steps, strict=True):
             self.state[param]["step"] = step
         return tables
+
+    def compute_update(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        kept: Kept,
+        count: float,
+        group: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Return what a step adds to a weight, before it is rounded."""
+        return add_by_adam(weight, grad, kept, count, group)
 
     def _update_group(self, group: dict[str, Any], scale: HostScale) -> None:
         if not self._update_on_host(group, scale):
@@ -132,12 +145,12 @@ class _AdamStep(ScaledOptimizer):
         has_complex = self._init_group(group, *lists)  # type: ignore[attr-defined]
         weights, grads, means, squares, largest, steps = lists
         work = Workspace()
-        if scale.inverse is not None or self._options != Options():
+        if scale != HostScale(False, None) or self._options != Options():
             for number, param in enumerate(params):
                 weight = self._weight(param)
                 kept = [means[number].dtype]
-                dtype = working_dtype(weight, scale.inverse, kept)
-                weights[number] = work.open(weight, dtype)
+                dtype = working_dtype(weight, scale, kept)
+                weights[number] = work.open_weight(weight, dtype)
                 grads[number] = unscale(grads[number], scale.inverse, dtype)
                 for moments in filter(None, (means, squares, largest)):
                     moments[number] = work.open(moments[number], dtype)

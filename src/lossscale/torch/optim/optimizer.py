@@ -6,19 +6,25 @@ gradients are divided, and `found_inf`, which skips the step; without them it is
 step of torch's class. Gradients are not written to unless `write_back` asks for it.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from lossscale.core import validation
+from lossscale.core.statistics import UpdateStatistics
 from lossscale.core.validation import format_value
 from lossscale.errors import SettingError, StateError
-from lossscale.torch.devices import uncompiled
+from lossscale.torch.devices import is_capturing, uncompiled
 from lossscale.torch.distributed.dtensor import local_shard
-from lossscale.torch.optim.eager import HostScale, read_scale
+from lossscale.torch.optim.eager import HostScale, read_scale, write_weight
+from lossscale.torch.optim.formulas import Kept
+from lossscale.torch.optim.measurement import EagerUpdate, UpdateMeasurement
 from lossscale.torch.optim.plan import StepPlan, may_use_kernels
+from lossscale.torch.scaler.param_names import ParamNames
 
 if TYPE_CHECKING:
     from lossscale.torch.optim.kernels.tables import Row, Tables
@@ -74,6 +80,8 @@ class ScaledOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     """Scalers pass `grad_scale` and `found_inf`."""
 
+    kept_names: ClassVar[tuple[str, ...]]
+    """What the kernels may read or write of a parameter's state."""
     steps_as: ClassVar[type[torch.optim.Optimizer]]
     """torch's class of the same update; a scaler reads how it uses the gradients."""
 
@@ -81,6 +89,10 @@ class ScaledOptimizer(torch.optim.Optimizer):
     _plan: StepPlan | None = None
     _loading: Mapping[str, Any] | None = None
     """The state dict that is being loaded."""
+    _requested: UpdateMeasurement | None = None
+    """The measurement that the next step is to make."""
+    _measured: UpdateMeasurement | None = None
+    """The last one that was made."""
 
     # -- the step ----------------------------------------------------------------------
 
@@ -100,13 +112,18 @@ class ScaledOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         params = [param for group in self.param_groups for param in group["params"]]
+        measurement = self._requested
+        if measurement is not None:
+            measurement = self._begin_measurement(params)
         if may_use_kernels(params):
-            self._step_by_kernels(params)
+            self._step_by_kernels(params, measurement)
         else:
-            self._step_eagerly(self.param_groups)
+            self._step_eagerly(self.param_groups, measurement)
         return loss
 
-    def _step_by_kernels(self, params: list[torch.Tensor]) -> None:
+    def _step_by_kernels(
+        self, params: list[torch.Tensor], measurement: UpdateMeasurement | None
+    ) -> None:
         """Update what the kernels can update, and the rest by torch's functions."""
         grads = list(map(_grad_of, params))
         plan = self._plan
@@ -120,7 +137,8 @@ class ScaledOptimizer(torch.optim.Optimizer):
                 [
                     {**self.param_groups[number], "params": left}
                     for number, left in plan.eager.items()
-                ]
+                ],
+                measurement,
             )
         plan.run(
             self,
@@ -128,6 +146,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
             getattr(self, "grad_scale", None),
             getattr(self, "found_inf", None),
             write_back=self._options.write_back,
+            measurement=measurement,
         )
         if not plan.is_final:
             self._plan = None
@@ -143,11 +162,16 @@ class ScaledOptimizer(torch.optim.Optimizer):
             for plan in self._plan.devices:
                 plan.tables.copy_settings(self.param_groups)
 
-    def _step_eagerly(self, groups: list[dict[str, Any]]) -> None:
+    def _step_eagerly(
+        self,
+        groups: list[dict[str, Any]],
+        measurement: UpdateMeasurement | None,
+    ) -> None:
         """Update parameters by torch's functions.
 
         Args:
             groups: The groups, each with the parameters that are to be updated.
+            measurement: Given what is added to the weights, if that is measured.
         """
         scale = read_scale(
             getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -156,8 +180,15 @@ class ScaledOptimizer(torch.optim.Optimizer):
             return
         for group in groups:
             params = [param for param in group["params"] if param.grad is not None]
-            if params:
-                self._update_group({**group, "params": params}, scale)
+            if not params:
+                continue
+            group = {**group, "params": params}  # noqa: PLW2901
+            if measurement is None:
+                self._update_group(group, scale)
+            else:
+                update = EagerUpdate(self, group, scale, self._positions())
+                self._update_group(group, scale)
+                update.finish(measurement)
 
     def _update_group(self, group: dict[str, Any], scale: HostScale) -> None:
         """Update parameters that have gradients."""
@@ -169,7 +200,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
             for param in params:
                 weight = self._weight(param)
                 if weight is not param:
-                    param.copy_(weight)
+                    write_weight(param, weight)
 
     def _write_back(self, params: list[torch.Tensor], scale: HostScale) -> None:
         """Unscale the gradients in place, if that was asked for."""
@@ -177,6 +208,83 @@ class ScaledOptimizer(torch.optim.Optimizer):
             for param in params:
                 if param.grad is not None:
                     param.grad.mul_(scale.inverse)
+
+    # -- measuring an update -----------------------------------------------------------
+
+    def measure_next_update(self) -> None:
+        """Ask the next step to measure what it adds to the weights, once.
+
+        On a GPU the kernels measure while they update, and nothing waits. Elsewhere
+        the updates are computed a second time. The weights are the same, bit for bit.
+        A step that is captured in a CUDA graph is not measured. A scaler with a
+        `Recorder` asks by itself.
+
+        Example:
+            >>> import torch, lossscale.torch.optim as optim
+            >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+            >>> optimizer = optim.SGD([("weight", weight)], lr=2.0**-12)
+            >>> weight.grad = torch.tensor([1.0, 4.0], dtype=torch.float16)
+            >>> optimizer.measure_next_update()
+            >>> optimizer.step()
+            >>> update = optimizer.last_update
+            >>> update.names, update.lost  # 1 - 2**-12 is rounded to 1
+            (['weight'], [0.5])
+        """
+        self._requested = UpdateMeasurement()
+
+    @property
+    def last_update(self) -> UpdateStatistics | None:
+        """What the step that was measured last has added to the weights.
+
+        Reading it waits for the device. `None` if no step was measured, or if that step
+        was skipped.
+        """
+        if self._measured is None:
+            return None
+        return self._measured.read(partial(ParamNames().name_of, self))
+
+    def take_measurement(self) -> UpdateMeasurement | None:
+        """Drop a request, if there is one; return what the step has measured.
+
+        Returns:
+            `None` if no step was taken since the request.
+        """
+        requested, self._requested = self._requested, None
+        return self._measured if requested is None else None
+
+    def _begin_measurement(
+        self, params: list[torch.Tensor]
+    ) -> UpdateMeasurement | None:
+        """Return the measurement that was asked for; `None` during a capture."""
+        devices = {param.device for param in params}
+        captured = any(map(is_capturing, devices))
+        self._measured = None if captured else self._requested
+        self._requested = None
+        return self._measured
+
+    def _positions(self) -> dict[int, int]:
+        """Return which of the parameters each is, by its id."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        return {id(param): index for index, param in enumerate(params)}
+
+    def compute_update(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        kept: Kept,
+        count: float,
+        group: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Return what a step adds to a weight, before it is rounded.
+
+        Args:
+            weight: The weight.
+            grad: Its unscaled gradient.
+            kept: What is kept for it, in the same dtype.
+            count: How many steps came before.
+            group: The settings.
+        """
+        raise NotImplementedError
 
     # -- what the plan of a step asks --------------------------------------------------
 
@@ -316,18 +424,54 @@ class ScaledOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Load float32 weights into a module and, unrounded, into its masters.
 
+        What is beyond the range of a half-precision parameter becomes its largest
+        number; a warning names such parameters.
+
         Args:
             module: The module whose parameters this optimizer updates.
-            state_dict: A state dict of the module in float32.
+            state_dict: A state dict of the module in float32, with its names.
+
+        Raises:
+            StateError: If a parameter with a master is missing from the state dict;
+                nothing is changed.
         """
-        module.load_state_dict(state_dict)
         groups = {
             id(param): group for group in self.param_groups for param in group["params"]
         }
-        for name, param in module.named_parameters():
-            if id(param) in groups and self.has_master(param):
+        named = [
+            (name, param)
+            for name, param in module.named_parameters()
+            if param.dtype in HALF
+        ]
+        with_master = {
+            name
+            for name, param in named
+            if id(param) in groups and self.has_master(param)
+        }
+        missing = sorted(with_master - state_dict.keys())
+        if missing:
+            message = (
+                f"The state dict has no weights for {missing[0]}. It must have the "
+                "module's own names, also where a hook of the module renames them: "
+                "the masters are loaded by name."
+            )
+            raise StateError(message)
+        module.load_state_dict(state_dict)
+        saturated = []
+        for name, param in named:
+            weight = state_dict.get(name)
+            if name in with_master:
                 self._init_state(param, groups[id(param)])
-                self.state[param][MASTER].copy_(state_dict[name])
+                weight = self.state[param][MASTER].copy_(weight)
+            if weight is not None and bool((param.isinf() & weight.isfinite()).any()):
+                write_weight(param, weight)
+                saturated.append(name)
+        if saturated:
+            message = (
+                f"Weights beyond the range of their dtype were loaded as its largest "
+                f"number: {', '.join(saturated)}. Masters have the float32 numbers."
+            )
+            warnings.warn(message, stacklevel=2)
 
     # -- saving ------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ they run; everything else is left to torch, and on a GPU a warning says so once.
 
 import operator
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,8 @@ from lossscale.torch.devices import is_capturing
 from lossscale.torch.distributed.dtensor import as_dtensor, local_shard
 from lossscale.torch.inspection import kernel_backend
 from lossscale.torch.inspection.layout_cache import layout_of
+from lossscale.torch.optim.kept_tensors import KeptTensors
+from lossscale.torch.optim.measurement import UpdateMeasurement, describe_weight
 from lossscale.torch.torch_internals import all_addresses_equal
 
 if TYPE_CHECKING:
@@ -91,12 +94,14 @@ class StepPlan:
         self.devices = [
             _plan_device(optimizer, own, params, previous) for own in members.values()
         ]
-        self._states = optimizer.state
-        self._state_count = len(optimizer.state)
+        updated = [member.param for plan in self.devices for member in plan.members]
+        self._kept = KeptTensors(optimizer.state, updated, optimizer.kept_names)
 
     def _divide(self, optimizer: "ScaledOptimizer") -> dict[torch.device, list[Member]]:
         """Return what the kernels update, by device; the rest is for torch."""
         members: dict[torch.device, list[Member]] = {}
+        counts = Counter(map(id, self._params))
+        repeated = {found for found, count in counts.items() if count > 1}
         for number, group in enumerate(optimizer.param_groups):
             left = []
             chosen = optimizer.reason_against(group)
@@ -105,6 +110,9 @@ class StepPlan:
                     continue
                 if not chosen and optimizer.starts_eagerly(param, group):
                     self.is_final = False
+                    left.append(param)
+                elif id(param) in repeated:
+                    _warn_once(param, "the optimizer has it more than once")
                     left.append(param)
                 elif reason := chosen or _reason_against(param):
                     _warn_once(param, reason)
@@ -129,14 +137,13 @@ class StepPlan:
             if sum(map(operator.is_, grads, repeat(None))) != missing:
                 return False
         return (
-            optimizer.state is self._states
-            and len(optimizer.state) == self._state_count
-            and len(params) == len(self._params)
+            len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
             and all(map(operator.is_not, present, repeat(None)))
             and self._keys == _keys_of(optimizer)
             and self._layout.check(*present)  # type: ignore[arg-type]
             and self._has_addresses(params)
+            and self._kept.are_in(optimizer.state)
         )
 
     def _has_addresses(self, params: list[torch.Tensor]) -> bool:
@@ -159,21 +166,39 @@ class StepPlan:
         found_inf: torch.Tensor | None,
         *,
         write_back: bool,
+        measurement: UpdateMeasurement | None,
     ) -> None:
-        """Update what the kernels update."""
+        """Update what the kernels update.
+
+        Args:
+            optimizer: The optimizer.
+            grads: The gradients of all parameters.
+            grad_scale: What divides them, if they are scaled.
+            found_inf: 1.0 to skip the step, else 0.0.
+            write_back: Whether to write the unscaled gradients.
+            measurement: Given what is added to the weights, if that is measured.
+        """
         for plan in self.devices:
             own = grads
             if not plan.has_all:
                 own = [None if at is None else grads[at] for at in plan.positions]
             if self._has_shards:
                 own = [None if grad is None else local_shard(grad) for grad in own]
-            plan.tables.apply(
+            measured = plan.tables.apply(
                 own,
                 optimizer.param_groups,
                 grad_scale,
                 found_inf,
                 write_back=write_back,
+                measure=measurement is not None,
             )
+            if measurement is not None and measured is not None:
+                pairs = zip(plan.members, plan.positions, strict=True)
+                weights = [
+                    None if at is None else describe_weight(optimizer, member.param, at)
+                    for member, at in pairs
+                ]
+                measurement.add(weights, *measured)
 
 
 def _keys_of(optimizer: "ScaledOptimizer") -> list[object]:
@@ -258,11 +283,6 @@ def _plan_device(
     groups = len(optimizer.param_groups)
     indices = {id(param): index for index, param in enumerate(params)}
     with_grad = {id(member.param) for member in members}
-    rows = [optimizer.make_row(*member) for member in members]
-    needed = {
-        id(member.param): signature_of(row, groups)
-        for member, row in zip(members, rows, strict=True)
-    }
     before = next(
         (
             x
@@ -271,30 +291,55 @@ def _plan_device(
         ),
         None,
     )
-    if before is None or not needed.items() <= before.signatures.items():
-        # Parameters without a gradient keep their rows: they may have one next time.
-        if before is not None:
-            resting = [
-                member
-                for member in before.members
-                if id(member.param) not in with_grad and id(member.param) in indices
-            ]
-            members = members + resting
-            rows += [optimizer.make_row(*member) for member in resting]
-        tables = optimizer.make_tables(rows, [member.param for member in members])
-        rows = [optimizer.make_row(*member) for member in members]
-        signatures = {
-            id(member.param): signature_of(row, groups)
-            for member, row in zip(members, rows, strict=True)
-        }
-    else:
+    if before is not None:
+        members = members + _find_resting(optimizer, before, with_grad)
+    signatures = _signatures_of(optimizer, members, groups)
+    if before is not None and signatures == before.signatures:
         tables, members, signatures, *_ = before
+    else:
+        rows = [optimizer.make_row(*member) for member in members]
+        tables = optimizer.make_tables(rows, [member.param for member in members])
+        signatures = _signatures_of(optimizer, members, groups)
     positions = [
         indices[id(member.param)] if id(member.param) in with_grad else None
         for member in members
     ]
     has_all = positions == list(range(len(params)))
     return DevicePlan(tables, members, signatures, positions, has_all)
+
+
+def _find_resting(
+    optimizer: "ScaledOptimizer", before: DevicePlan, with_grad: set[int]
+) -> list[Member]:
+    """Return members without a gradient: they keep their rows, for the next time.
+
+    Args:
+        optimizer: The optimizer.
+        before: The plan before.
+        with_grad: The ids of the members that have a gradient.
+    """
+    numbers = {
+        id(param): number
+        for number, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
+    found = []
+    for param, _ in before.members:
+        own = local_shard(param)
+        fits = own.device == before.tables.device and own.dtype in _DTYPES
+        if fits and id(param) in numbers and id(param) not in with_grad:
+            found.append(Member(param, numbers[id(param)]))
+    return found
+
+
+def _signatures_of(
+    optimizer: "ScaledOptimizer", members: list[Member], groups: int
+) -> dict[int, object]:
+    """Return what the row of each member is made from, by the id of its parameter."""
+    return {
+        id(member.param): signature_of(optimizer.make_row(*member), groups)
+        for member in members
+    }
 
 
 def signature_of(row: "Row", groups: int) -> object:

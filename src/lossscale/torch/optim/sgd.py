@@ -16,6 +16,7 @@ from lossscale.torch.optim.eager import (
     unscale,
     working_dtype,
 )
+from lossscale.torch.optim.formulas import Kept, add_by_sgd
 from lossscale.torch.optim.optimizer import (
     MASTER,
     ScaledOptimizer,
@@ -43,6 +44,7 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
         0.5
     """
 
+    kept_names = (BUFFER, MASTER)
     steps_as = torch.optim.SGD
 
     def __init__(
@@ -133,6 +135,17 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
 
         return SgdTables(rows, len(self.param_groups))
 
+    def compute_update(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        kept: Kept,
+        count: float,  # noqa: ARG002
+        group: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Return what a step adds to a weight, before it is rounded."""
+        return add_by_sgd(weight, grad, kept, group)
+
     def _update_group(self, group: dict[str, Any], scale: HostScale) -> None:
         params: list[torch.Tensor] = group["params"]
         for param in params:
@@ -147,8 +160,8 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
             weight = self._weight(param)
             kept = lists[2][number] if group["momentum"] else None
             dtypes = [] if kept is None else [kept.dtype]
-            dtype = working_dtype(weight, scale.inverse, dtypes)
-            weights.append(work.open(weight, dtype))
+            dtype = working_dtype(weight, scale, dtypes)
+            weights.append(work.open_weight(weight, dtype))
             grads.append(self._own_grad(param, group, scale, dtype))
             if group["momentum"]:
                 buffers.append(None if kept is None else work.open(kept, dtype))
@@ -167,8 +180,9 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
             maximize=group["maximize"],
         )
         work.write()
-        for param, buffer in zip(params, buffers, strict=False):
-            if buffer is not None and self.state[param].get(BUFFER) is None:
+        # `buffers` is empty without momentum.
+        for param, before, buffer in zip(params, lists[2], buffers, strict=False):
+            if buffer is not None and before is None:
                 self.state[param][BUFFER] = buffer.to(self.state_dtype(param))
         self._round_masters(params)
         self._write_back(params, scale)

@@ -131,9 +131,9 @@ def step_with_grad_scale(
         found_inf: 1.0 to skip, else 0.0.
     """
     preset = getattr(optimizer, "grad_scale", None)
-    left = _left_behind.get(id(optimizer))
-    if left is not None and left.active is preset:
-        preset = left.preset  # an interrupt came before the end of this function
+    interrupted = _left_behind.get(id(optimizer))
+    if interrupted is not None and interrupted.active is preset:
+        preset = interrupted.preset  # an interrupt came before the end of this function
     active = preset if grad_scale is None else grad_scale
     if grad_scale is not None and preset is not None:
         active = grad_scale * preset

@@ -6,16 +6,17 @@ subclasses to torch's own operation, shares flags with other ranks, and lets a l
 was not finite skip the step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from lossscale.torch.distributed.consensus import Number
 from lossscale.torch.inspection.groups import (
-    CarriedScale,
     FoundInf,
     GradientGroups,
+    GradientScale,
     any_flag,
     invert,
     make_flag,
@@ -78,7 +79,7 @@ class GradientChecker:
         self._sampler = sampler
         self._measures_more = options.measure_norm or options.measure_amax
         self.inspector = GradientInspector(options.rank_groups)
-        self._carried = CarriedScale(None)
+        self._gradient_scale = GradientScale(None)
         """The scaler's own scale."""
 
     def check(
@@ -126,7 +127,7 @@ class GradientChecker:
             inspection, loss = self.inspector.inspect(
                 optimizer,
                 collected,
-                self._carried_by(live.scale, inverse),
+                self._gradient_scale_from(live.scale, inverse),
                 request,
                 live.for_ranks,
             )
@@ -156,23 +157,48 @@ class GradientChecker:
                 new_flag = found_inf[device].reshape(flag.shape)
                 torch.maximum(flag, new_flag, out=flag)
 
-    def _carried_by(
+    def _gradient_scale_from(
         self, scale: torch.Tensor | None, inverse: torch.Tensor | None
-    ) -> CarriedScale:
-        """Return the scale that gradients carry: the scaler's, unless one is given."""
+    ) -> GradientScale:
+        """Return the scale of gradients: the scaler's, unless one is given."""
         if inverse is not None:
-            return CarriedScale(None, inverse)
-        if self._carried.scale is not scale:
-            self._carried = CarriedScale(scale)
-        return self._carried
+            return GradientScale(None, inverse)
+        if self._gradient_scale.scale is not scale:
+            self._gradient_scale = GradientScale(scale)
+        return self._gradient_scale
 
     def sample(
         self, optimizer: torch.optim.Optimizer, collected: Collected, live: LiveState
     ) -> None:
-        """Take the statistics of gradients that carry the scale, if they are wanted."""
+        """Take the statistics of scaled gradients, if they are wanted."""
         if self._sampler.is_due():
             name_of = self._options.names.name_of
             self._sampler.sample(live.iteration, optimizer, collected, name_of)
+
+    @contextmanager
+    def measure_update(
+        self, optimizer: torch.optim.Optimizer, iteration: Iteration
+    ) -> Iterator[None]:
+        """Have one of our optimizers measure the step within, if it is wanted.
+
+        Args:
+            optimizer: The optimizer; no other than ours can measure.
+            iteration: The iteration that the step belongs to.
+        """
+        if not isinstance(optimizer, ScaledOptimizer) or not self._sampler.is_due():
+            yield
+            return
+        optimizer.measure_next_update()
+        try:
+            yield
+        except BaseException:
+            optimizer.take_measurement()
+            raise
+        measurement = optimizer.take_measurement()
+        if measurement is not None:
+            name_of = self._options.names.name_of
+            names = {at: name_of(optimizer, at) for at in measurement.positions}
+            self._sampler.add_update(iteration, measurement, names.__getitem__)
 
     def share_flags(
         self, optimizer: torch.optim.Optimizer, found_inf: FoundInf, live: LiveState
@@ -181,8 +207,8 @@ class GradientChecker:
         plan = self.inspector.plan_for(optimizer)
         if plan is None:
             return found_inf
-        own = any_flag(list(found_inf.values()), live.tensor.device)
-        (skips, *_), loss = reduce_flags(plan, own, None, live.for_ranks())
+        local_flag = any_flag(list(found_inf.values()), live.tensor.device)
+        (skips, *_), loss = reduce_flags(plan, local_flag, None, live.for_ranks())
         keep_loss_of_ranks(loss, live)
         for flag in found_inf.values():
             flag.copy_(skips.expand_as(flag))
@@ -260,14 +286,14 @@ class GradientChecker:
             param for group in optimizer.param_groups for param in group["params"]
         ]
         with_grad = [i for i, param in enumerate(params) if param.grad is not None]
-        listed = [
+        names = [
             self._options.names.name_of(optimizer, with_grad[index])
             for index in half_indices[:6]
         ]
-        more = len(half_indices) - len(listed)
+        more = len(half_indices) - len(names)
         message = (
             "Attempting to unscale FP16 gradients. The gradients of "
-            f"{', '.join(listed)}{f' and {more} more' if more else ''} are float16. "
+            f"{', '.join(names)}{f' and {more} more' if more else ''} are float16. "
             "Either keep the parameters in float32 and run the forward pass under "
             "torch.autocast, or step them by lossscale.torch.optim with "
             "master_weights=True, or, to unscale them in float16 all the same, write "
@@ -292,7 +318,7 @@ def keep_loss_of_ranks(loss: Number, live: LiveState) -> None:
         )
 
 
-def raise_flags(found_inf: FoundInf, other: torch.Tensor) -> None:
+def raise_flags(found_inf: FoundInf, common_flag: torch.Tensor) -> None:
     """Set every flag that another one implies."""
     for flag in found_inf.values():
-        torch.maximum(flag, other.to(flag.device), out=flag)
+        torch.maximum(flag, common_flag.to(flag.device), out=flag)

@@ -16,12 +16,12 @@ class ParamNames:
     def __init__(self, pairs: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
         self._names = WeakIdKeyDictionary()
         try:
-            listed: list[tuple[object, object]] = [
+            checked_pairs: list[tuple[object, object]] = [
                 (name, param) for name, param in pairs
             ]
         except (TypeError, ValueError):
-            listed = [("", None)]
-        for name, param in listed:
+            checked_pairs = [("", None)]
+        for name, param in checked_pairs:
             if not isinstance(name, str) or not isinstance(param, torch.Tensor):
                 message = (
                     "names must be pairs of a name and a parameter, such as "
@@ -34,6 +34,10 @@ class ParamNames:
         """Pickle no names: they belong to the parameters of this process."""
         return ParamNames, ()
 
+    def trained(self) -> list[str]:
+        """Return the names of the parameters that are trained, as they were given."""
+        return [name for param, name in self._names.items() if param.requires_grad]
+
     def name_of(self, optimizer: torch.optim.Optimizer | None, index: int) -> str:
         """Return the name of an optimizer's parameter; if it has none, its position."""
         if optimizer is None:
@@ -44,9 +48,9 @@ class ParamNames:
             if position >= len(params):
                 position -= len(params)
                 continue
-            known: str | None = self._names.get(params[position])
-            if known is not None:
-                return known
+            name: str | None = self._names.get(params[position])
+            if name is not None:
+                return name
             if group.get("param_names") is not None:
                 return str(group["param_names"][position])
             shape = tuple(params[position].shape)

@@ -45,6 +45,41 @@ def test_float16_gradients_need_no_switch(name, call):
     assert torch.equal(other.detach().half(), weight)
 
 
+CALLS = {
+    "none": lambda scaler, optimizer: None,
+    "unscale_": lambda scaler, optimizer: scaler.unscale_(optimizer),
+    "clip": lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 100.0),
+    "clip and write back": lambda scaler, optimizer: scaler.clip_grad_norm_(
+        optimizer, 100.0, write_back=True
+    ),
+    "accumulate": lambda scaler, optimizer: scaler.accumulate(optimizer),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_half_weights_without_masters_are_updated_in_float32(name, dtype):
+    """In float16 the epsilon of Adam is zero, and so is the square of 2**-14."""
+    settings = {"lr": 0.01} | ({"momentum": 0.5} if name == "SGD" else {})
+    found = {}
+    for call, prepare in CALLS.items():
+        weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 9, dtype=dtype))
+        optimizer = getattr(optim, name)([weight], **settings)
+        scaler = ls.GradScaler("cpu", init_scale=2.0**10)
+        for _ in range(3):
+            scaler.scale(torch.zeros(()))
+            # Unscaled it is a number of float16 still.
+            weight.grad = torch.linspace(0.0, 2.0**-4, 9).to(dtype)
+            prepare(scaler, optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        found[call] = {"weight": weight.detach(), **optimizer.state[weight]}
+    for call, tensors in found.items():
+        for key, tensor in tensors.items():
+            assert tensor.isfinite().all(), (call, key)
+            assert torch.equal(found["none"][key], tensor), (call, key)
+
+
 def test_float16_gradients_of_torchs_optimizers_still_need_it():
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
     scaler = ls.GradScaler("cpu", init_scale=2.0)

@@ -17,10 +17,13 @@ import triton.language as tl
 
 from lossscale.torch.optim.kernels.memory import (
     SCALARS,
+    SUMS,
     invert,
+    measure_update,
     multiply_add,
     pointer_to,
     read,
+    saturate,
     typed,
     write,
 )
@@ -90,6 +93,7 @@ def _update(
     first,
     left,
     scalars,
+    sums,
     dtype: tl.constexpr,
     moments: tl.constexpr,
     master: tl.constexpr,
@@ -98,6 +102,7 @@ def _update(
     aligned: tl.constexpr,
     masked: tl.constexpr,
     block: tl.constexpr,
+    measure: tl.constexpr,
 ):
     """Update a chunk of one tensor."""
     row = scalars + tensor * SCALARS
@@ -114,6 +119,7 @@ def _update(
         weight = read(master_pointer, lane, left, masked)
     else:
         weight = read(param_pointer, lane, left, masked)
+    start = weight
     mean = read(mean_pointer, lane, left, masked)
     square = read(square_pointer, lane, left, masked)
     grad = stored * tl.load(row)
@@ -130,12 +136,18 @@ def _update(
         write(largest_pointer, lane, left, divisor, moments, masked)
     root = tl.div_rn(tl.sqrt_rn(divisor), tl.load(row + 3) + tl.zeros_like(divisor))
     denominator = root + tl.load(row + 10)
-    weight = weight - tl.div_rn(tl.load(row + 2) * mean, denominator)
+    quotient = tl.div_rn(tl.load(row + 2) * mean, denominator)
+    weight = weight - quotient
+    if measure:
+        before = read(param_pointer, lane, left, masked) if master else start
+        update = multiply_add(-tl.load(row + 4), start, -quotient)
+        after = saturate(weight, dtype).to(dtype).to(tl.float32)
+        measure_update(sums, update, start, before, after, lane, left, masked)
     write(mean_pointer, lane, left, mean, moments, masked)
     write(square_pointer, lane, left, square, moments, masked)
     if master:
         write(master_pointer, lane, left, weight, tl.float32, masked)
-    write(param_pointer, lane, left, weight, dtype, masked)
+    write(param_pointer, lane, left, saturate(weight, dtype), dtype, masked)
 
 
 @triton.jit
@@ -148,6 +160,7 @@ def apply_adam(
     chunk_tensors,
     scalars,
     found_inf,
+    sums,
     dtype: tl.constexpr,
     moments: tl.constexpr,
     master: tl.constexpr,
@@ -160,6 +173,7 @@ def apply_adam(
     write_back: tl.constexpr,
     aligned: tl.constexpr,
     block: tl.constexpr,
+    measure: tl.constexpr,
 ):
     """Update one chunk, unless the step is skipped or there is no gradient.
 
@@ -173,6 +187,7 @@ def apply_adam(
         chunk_tensors: The parameter that each chunk belongs to, int32.
         scalars: What `prepare_adam` has written.
         found_inf: 1.0 to skip the step, else 0.0.
+        sums: Output of a measured step: a row of float64 numbers for each chunk.
         dtype: The dtype of parameters and gradients.
         moments: The dtype of the moments.
         master: Whether there are float32 masters.
@@ -185,6 +200,7 @@ def apply_adam(
         write_back: Whether to write the unscaled gradients.
         aligned: Whether every tensor starts at a multiple of 16 bytes.
         block: How many elements a chunk has.
+        measure: Whether to measure what is added to the weights.
     """
     if tl.load(found_inf) == 0.0:
         # The check has read the last gradients last: they may still be in the cache.
@@ -195,24 +211,27 @@ def apply_adam(
             first = (program - tl.load(starts + tensor)).to(tl.int64) * block
             left = tl.load(counts + tensor) - first
             kind = tl.load(kinds + tensor) if mixed else 0
+            own = sums + program * SUMS
             # fmt: off
             if kind == 0:
                 if left >= block:
                     _update(
-                        pointers, tensor, address, first, left, scalars, dtype, moments,
-                        master, amsgrad, write_back, aligned, False, block)
+                        pointers, tensor, address, first, left, scalars, own, dtype,
+                        moments, master, amsgrad, write_back, aligned, False, block,
+                        measure)
                 else:
                     _update(
-                        pointers, tensor, address, first, left, scalars, dtype, moments,
-                        master, amsgrad, write_back, aligned, True, block)
+                        pointers, tensor, address, first, left, scalars, own, dtype,
+                        moments, master, amsgrad, write_back, aligned, True, block,
+                        measure)
             elif left >= block:
                 _update(
-                    pointers, tensor, address, first, left, scalars, other_dtype,
+                    pointers, tensor, address, first, left, scalars, own, other_dtype,
                     other_moments, other_master, other_amsgrad, write_back, aligned,
-                    False, block)
+                    False, block, measure)
             else:
                 _update(
-                    pointers, tensor, address, first, left, scalars, other_dtype,
+                    pointers, tensor, address, first, left, scalars, own, other_dtype,
                     other_moments, other_master, other_amsgrad, write_back, aligned,
-                    True, block)
+                    True, block, measure)
             # fmt: on

@@ -15,6 +15,8 @@ COLUMNS = tl.constexpr(8)
 """The length of a row of addresses."""
 SCALARS = tl.constexpr(16)
 """The length of a row of numbers, of a group or of a parameter."""
+SUMS = tl.constexpr(3)
+"""How many numbers a measured step writes for each chunk."""
 
 
 @triton.jit
@@ -57,6 +59,17 @@ def write(pointer, lane, left, values, dtype: tl.constexpr, masked: tl.constexpr
 
 
 @triton.jit
+def saturate(values, dtype: tl.constexpr):
+    """Return values that are finite in a dtype if they are finite; NaN stays NaN."""
+    if dtype == tl.float16:
+        values = tl.clamp(values, -65504.0, 65504.0, tl.PropagateNan.ALL)
+    elif dtype == tl.bfloat16:
+        largest: tl.constexpr = 3.3895313892515355e38
+        values = tl.clamp(values, -largest, largest, tl.PropagateNan.ALL)
+    return values
+
+
+@triton.jit
 def invert(grad_scale):
     """Return 1 / scale as torch has it: divided in float64, rounded to float32."""
     return (1.0 / tl.load(grad_scale).to(tl.float64)).to(tl.float32)
@@ -74,3 +87,32 @@ def multiply_add(factor, values, addend):
         addend: As many elements.
     """
     return tl.fma(factor + tl.zeros_like(values), values, addend)
+
+
+@triton.jit
+def measure_update(
+    sums, update, weight, before, after, lane, left, masked: tl.constexpr
+):
+    """Write what a chunk adds to the statistics of its tensor's update.
+
+    Sums of squares are added up in float64: an update of 1e-23 has a square that
+    float32 cannot hold.
+
+    Args:
+        sums: Where to: the update's sum of squares, the weight's, and how many numbers
+            of the parameter stayed as they were although their update is not zero.
+        update: What is added to the weight, before the sum is rounded.
+        weight: The weight before the step.
+        before: The parameter before the step, in float32.
+        after: The same after the step.
+        lane: The indexes of the elements.
+        left: How many elements there are.
+        masked: Whether there are fewer than the chunk can have.
+    """
+    if masked:
+        update = tl.where(lane < left, update, 0.0)
+    added, known = update.to(tl.float64), weight.to(tl.float64)
+    is_lost = (update != 0.0) & (after == before)
+    tl.store(sums, tl.sum(added * added))
+    tl.store(sums + 1, tl.sum(known * known))
+    tl.store(sums + 2, tl.sum(tl.where(is_lost, 1.0, 0.0)).to(tl.float64))

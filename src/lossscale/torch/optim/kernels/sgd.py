@@ -12,10 +12,13 @@ import triton.language as tl
 
 from lossscale.torch.optim.kernels.memory import (
     SCALARS,
+    SUMS,
     invert,
+    measure_update,
     multiply_add,
     pointer_to,
     read,
+    saturate,
     typed,
     write,
 )
@@ -36,6 +39,7 @@ def _update(
     left,
     row,
     inverse,
+    sums,
     dtype: tl.constexpr,
     master: tl.constexpr,
     momentum: tl.constexpr,
@@ -43,6 +47,7 @@ def _update(
     aligned: tl.constexpr,
     masked: tl.constexpr,
     block: tl.constexpr,
+    measure: tl.constexpr,
 ):
     """Update a chunk of one tensor."""
     lane = tl.arange(0, block)
@@ -67,10 +72,16 @@ def _update(
         # Nesterov adds the momentum once more.
         ahead = multiply_add(_number(row, 1), buffer, grad)
         grad = tl.where(_number(row, 4) != 0.0, ahead, buffer)
+    start = weight
     weight = multiply_add(-_number(row, 0), grad, weight)
+    if measure:
+        before = read(param_pointer, lane, left, masked) if master else start
+        update = -_number(row, 0) * grad
+        after = saturate(weight, dtype).to(dtype).to(tl.float32)
+        measure_update(sums, update, start, before, after, lane, left, masked)
     if master:
         write(master_pointer, lane, left, weight, tl.float32, masked)
-    write(param_pointer, lane, left, weight, dtype, masked)
+    write(param_pointer, lane, left, saturate(weight, dtype), dtype, masked)
 
 
 @triton.jit
@@ -85,6 +96,7 @@ def apply_sgd(
     settings,
     grad_scale,
     found_inf,
+    sums,
     dtype: tl.constexpr,
     master: tl.constexpr,
     momentum: tl.constexpr,
@@ -95,6 +107,7 @@ def apply_sgd(
     write_back: tl.constexpr,
     aligned: tl.constexpr,
     block: tl.constexpr,
+    measure: tl.constexpr,
 ):
     """Update one chunk, unless the step is skipped or there is no gradient.
 
@@ -109,6 +122,7 @@ def apply_sgd(
         settings: A row of float64 numbers for each group, as `SgdTables` writes them.
         grad_scale: What divides the gradients: one float32 number.
         found_inf: 1.0 to skip the step, else 0.0.
+        sums: As for `apply_adam`.
         dtype: The dtype of parameters and gradients.
         master: Whether there are float32 masters.
         momentum: Whether there are momentum buffers.
@@ -119,6 +133,7 @@ def apply_sgd(
         write_back: Whether to write the unscaled gradients.
         aligned: Whether every tensor starts at a multiple of 16 bytes.
         block: How many elements a chunk has.
+        measure: As for `apply_adam`.
     """
     if tl.load(found_inf) == 0.0:
         program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -130,22 +145,27 @@ def apply_sgd(
             row = settings + tl.load(groups + tensor) * SCALARS
             inverse = invert(grad_scale)
             kind = tl.load(kinds + tensor) if mixed else 0
+            own = sums + program * SUMS
             # fmt: off
             if kind == 0:
                 if left >= block:
                     _update(
-                        pointers, tensor, address, first, left, row, inverse, dtype,
-                        master, momentum, write_back, aligned, False, block)
+                        pointers, tensor, address, first, left, row, inverse, own,
+                        dtype, master, momentum, write_back, aligned, False, block,
+                        measure)
                 else:
                     _update(
-                        pointers, tensor, address, first, left, row, inverse, dtype,
-                        master, momentum, write_back, aligned, True, block)
+                        pointers, tensor, address, first, left, row, inverse, own,
+                        dtype, master, momentum, write_back, aligned, True, block,
+                        measure)
             elif left >= block:
                 _update(
-                    pointers, tensor, address, first, left, row, inverse, other_dtype,
-                    other_master, other_momentum, write_back, aligned, False, block)
+                    pointers, tensor, address, first, left, row, inverse, own,
+                    other_dtype, other_master, other_momentum, write_back, aligned,
+                    False, block, measure)
             else:
                 _update(
-                    pointers, tensor, address, first, left, row, inverse, other_dtype,
-                    other_master, other_momentum, write_back, aligned, True, block)
+                    pointers, tensor, address, first, left, row, inverse, own,
+                    other_dtype, other_master, other_momentum, write_back, aligned,
+                    True, block, measure)
             # fmt: on

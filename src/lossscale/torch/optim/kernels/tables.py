@@ -24,7 +24,7 @@ from lossscale.errors import ContextError
 from lossscale.torch.devices import device_context, is_capturing
 from lossscale.torch.inspection.kernels.launch import KernelLauncher
 from lossscale.torch.optim.kernels import adam, sgd
-from lossscale.torch.optim.kernels.memory import COLUMNS, SCALARS
+from lossscale.torch.optim.kernels.memory import COLUMNS, SCALARS, SUMS
 from lossscale.torch.torch_internals import all_addresses_equal
 
 BLOCK = 2048
@@ -60,6 +60,16 @@ class Unit(NamedTuple):
     kinds: tuple[Kind, Kind]
     chunks: int
     chunk_tensors: torch.Tensor
+
+
+class MeasuredRows(NamedTuple):
+    """What the kernels have measured, on their device."""
+
+    sums: torch.Tensor
+    """A row for each parameter, as `measure_update` describes it; zeros where there was
+    no gradient."""
+    skipped: torch.Tensor
+    """0.0 if the step was taken."""
 
 
 class Tables:
@@ -132,7 +142,8 @@ class Tables:
         found_inf: torch.Tensor | None,
         *,
         write_back: bool,
-    ) -> None:
+        measure: bool = False,
+    ) -> MeasuredRows | None:
         """Update the parameters.
 
         Args:
@@ -141,6 +152,10 @@ class Tables:
             grad_scale: What divides the gradients, if they are scaled.
             found_inf: 1.0 to skip the step, else 0.0.
             write_back: Whether to write the unscaled gradients.
+            measure: Whether to measure what is added to the weights.
+
+        Returns:
+            What was measured.
         """
         self.copy_settings(groups)
         addresses = self._grads
@@ -152,9 +167,15 @@ class Tables:
         scale = self._number(grad_scale, self._no_scale)
         flag = self._number(found_inf, self._no_flag)
         is_aligned = self._is_aligned and addresses.is_aligned
+        sums = None
+        if measure:
+            sums = torch.zeros(
+                (len(self.rows), SUMS.value), dtype=torch.float64, device=self.device
+            )
         with device_context(self.device):
-            constants = (write_back, is_aligned, self._block)
-            self._launch(addresses.table, scale, flag, constants)
+            constants = (write_back, is_aligned, self._block, measure)
+            self._launch(addresses.table, scale, flag, constants, sums)
+        return None if sums is None else MeasuredRows(sums, flag)
 
     def _number(
         self, number: torch.Tensor | None, default: torch.Tensor
@@ -169,26 +190,49 @@ class Tables:
         kernel: Any,
         grads: torch.Tensor,
         arguments: tuple[torch.Tensor, ...],
+        flag: torch.Tensor,
         constants: tuple[object, ...],
+        sums: torch.Tensor | None,
     ) -> None:
-        """Launch the kernel that updates, once for every two kinds of parameters."""
+        """Launch the kernel that updates, once for every two kinds of parameters.
+
+        Args:
+            kernel: The kernel.
+            grads: The addresses of the gradients.
+            arguments: Its arguments after the tables.
+            flag: 1.0 to skip the step, else 0.0.
+            constants: Its constants after the kinds; the last says whether it measures.
+            sums: Where what the chunks have measured is added up, tensor by tensor;
+                `None` to measure nothing.
+        """
         for unit in self.units:
+            if not unit.chunks:
+                continue
             first, second = unit.kinds
-            if unit.chunks:
-                self._launcher.launch(
-                    kernel,
-                    unit.chunks,
-                    (
-                        self._pointers,
-                        grads,
-                        self._counts,
-                        self._kinds,
-                        self._starts,
-                        unit.chunk_tensors,
-                        *arguments,
-                    ),
-                    (*first, *second, first != second, *constants),
-                )
+            every = (*first, *second, first != second, *constants)
+            tables = (
+                self._pointers,
+                grads,
+                self._counts,
+                self._kinds,
+                self._starts,
+                unit.chunk_tensors,
+            )
+            if sums is None:
+                # The last argument is one that the kernel ignores.
+                given = (*tables, *arguments, flag, self._no_flag)
+                self._launcher.launch(kernel, unit.chunks, given, every)
+                continue
+            own = sums.new_zeros((unit.chunks, SUMS.value))
+            given = (*tables, *arguments, flag, own)
+            self._launcher.launch(kernel, unit.chunks, given, every)
+            sums.index_add_(0, unit.chunk_tensors, own)
+            plain = (*every[:-1], False)
+            if not self._launcher.has_compiled(kernel, plain):
+                # The next step may be captured in a graph, when nothing can be
+                # compiled. This one is skipped: its flag is 1.
+                given = (*tables, *arguments, self._no_scale, self._no_flag)
+                self._launcher.launch(kernel, unit.chunks, given, plain)
 
     def _kind(self, row: Row) -> Kind:
         raise NotImplementedError
@@ -202,6 +246,7 @@ class Tables:
         scale: torch.Tensor,
         flag: torch.Tensor,
         constants: tuple[object, ...],
+        sums: torch.Tensor | None,
     ) -> None:
         raise NotImplementedError
 
@@ -235,7 +280,7 @@ class AdamTables(Tables):
     def _settings_of(self, group: Group) -> list[float]:
         beta1, beta2 = group["betas"]
         return [
-            _host_rate(group["lr"]),
+            host_rate(group["lr"]),
             _log(beta1),
             _log(beta2),
             beta1,
@@ -254,6 +299,7 @@ class AdamTables(Tables):
         scale: torch.Tensor,
         flag: torch.Tensor,
         constants: tuple[object, ...],
+        sums: torch.Tensor | None,
     ) -> None:
         self._launcher.launch(
             adam.prepare_adam,
@@ -270,7 +316,8 @@ class AdamTables(Tables):
             ),
             (ROWS,),
         )
-        self._launch_units(adam.apply_adam, grads, (self._scalars, flag), constants)
+        arguments = (self._scalars,)
+        self._launch_units(adam.apply_adam, grads, arguments, flag, constants, sums)
 
 
 class SgdTables(Tables):
@@ -282,7 +329,7 @@ class SgdTables(Tables):
 
     def _settings_of(self, group: Group) -> list[float]:
         return [
-            _host_rate(group["lr"]),
+            host_rate(group["lr"]),
             group["momentum"],
             1.0 - group["dampening"],
             group["weight_decay"],
@@ -296,9 +343,10 @@ class SgdTables(Tables):
         scale: torch.Tensor,
         flag: torch.Tensor,
         constants: tuple[object, ...],
+        sums: torch.Tensor | None,
     ) -> None:
-        arguments = (self._groups, self._settings.table, scale, flag)
-        self._launch_units(sgd.apply_sgd, grads, arguments, constants)
+        arguments = (self._groups, self._settings.table, scale)
+        self._launch_units(sgd.apply_sgd, grads, arguments, flag, constants, sums)
 
 
 class Settings:
@@ -388,10 +436,15 @@ def _host(numbers: Any, dtype: torch.dtype | None) -> torch.Tensor:
     return torch.tensor(numbers, dtype=dtype or torch.float64, device="cpu")
 
 
-def _host_rate(rate: float | torch.Tensor) -> float:
-    """Return a learning rate that the host knows; 0 for a tensor of a device."""
+_ON_DEVICE = math.nan
+"""A learning rate that the host does not know: unlike any that it does. This object is
+equal to itself in a list."""
+
+
+def host_rate(rate: float | torch.Tensor) -> float:
+    """Return a learning rate that the host knows; NaN for a tensor of a device."""
     if isinstance(rate, torch.Tensor):
-        return rate.item() if rate.device.type == "cpu" else 0.0
+        return rate.item() if rate.device.type == "cpu" else _ON_DEVICE
     return float(rate)
 
 
