@@ -4,6 +4,7 @@
 conversion.py   to_float16, to_float32
 selection.py    which modules and tensors stay in float32, and why
 range.py        parameters and buffers with numbers that float16 does not have
+sharing.py      modules and parameters that would be needed in both dtypes
 casts.py        hooks that cast what goes into a module and what it returns
 nested.py       casts of tensors inside tuples, dictionaries and dataclasses
 """

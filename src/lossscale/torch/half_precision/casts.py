@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks that cast what goes into a module and what it returns.
 
-They look at the dtype that the weights have at the time of the call, so that a model
-keeps working after `model.float()` or `model.bfloat16()`.
+They read the dtype that the weights have at the time of the call, so that a model keeps
+working after `model.float()` or `model.bfloat16()`.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +27,7 @@ class WeightDtype(NamedTuple):
     """The dtype that a parameter has at the time of the call."""
 
     module: torch.nn.Module | None
-    """The module that has the parameter, or `None` if there is none to look at."""
+    """The module that has the parameter, or `None` if no module has one."""
     name: str
     fallback: torch.dtype
     """The dtype if there is no parameter, or no longer."""
@@ -36,7 +36,7 @@ class WeightDtype(NamedTuple):
     def of_first(
         cls, modules: list[torch.nn.Module], dtype: torch.dtype
     ) -> "WeightDtype":
-        """Look at the first parameter that has this dtype now."""
+        """Find the first parameter that has this dtype now."""
         for module in modules:
             for name, param in module.named_parameters(recurse=False):
                 if param.dtype == dtype:

@@ -41,7 +41,7 @@ class _NestedCast:
     def __init__(self, sources: Collection[torch.dtype], target: torch.dtype) -> None:
         self._sources, self._target = sources, target
         self._results: dict[int, torch.Tensor] = {}
-        # Whether a child was cast is told by this number: the compiler cannot trace
+        # The number of casts says whether a child was cast: the compiler cannot trace
         # whether two tuples are the same one.
         self._casts = 0
 

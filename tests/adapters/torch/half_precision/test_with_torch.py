@@ -51,7 +51,7 @@ def test_a_copy_has_casts_of_its_own(name):
     model = make_model()
     expected = copy.deepcopy(model)(X)
     other = COPIES[name](model)
-    model.float()  # the casts of the copy look at the weights of the copy
+    model.float()  # the casts of the copy follow the weights of the copy
     assert torch.equal(expected, other(X))
     assert torch.float16 == other[0].weight.dtype
     ls.to_float32(other)
@@ -124,7 +124,7 @@ class Output:
     logits: torch.Tensor
 
 
-# The compiler looks at the gradient of what any hook reads from a dataclass.
+# The compiler reads the gradient of what any hook reads from a dataclass.
 @pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor that is not a leaf")
 def test_containers_are_cast_in_one_graph():
     class Model(nn.Module):
