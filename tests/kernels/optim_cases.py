@@ -226,6 +226,10 @@ def checks(
         yield f"scaler {setting}", lambda s=setting: check_scaler(device, s)
         for kind in list(KINDS)[1:]:
             yield (
+                f"accumulated {setting} {kind}",
+                lambda s=setting, kind=kind: check_accumulated(device, s, kind),
+            )
+            yield (
                 f"finite {setting} {kind}",
                 lambda s=setting, kind=kind: check_finite(device, s, kind),
             )
@@ -640,6 +644,37 @@ def check_scaler(device, setting):
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
         if name.endswith("step"):
             assert expected[name].item() == tensor.item()
+
+
+def check_accumulated(device, setting, kind):
+    """Sums of micro-batches reach the kernels in float32, and nothing is lost."""
+    dtype, masters = KINDS[kind]
+
+    def train(**more):
+        params = make_params(dtype, [(70,), (5,)], device)
+        params += make_params(FLOAT32, [(3,)], device, seed=8)
+        optimizer = setting.ours(params, master_weights=masters, **more)
+        scaler = ls.GradScaler(device, init_scale=2.0**16)
+        for number in range(6):
+            scaler.scale(torch.zeros((), device=device))
+            for batch in range(1 if number == 3 else 2):
+                set_grads(params, 10 * number + batch, 2.0**-10)
+                if number != 3:
+                    scaler.accumulate(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.last_step.applied
+            optimizer.zero_grad()
+        return optimizer
+
+    fast, slow = train(), train(fused=False)
+    assert not fast._plan.eager
+    expected = tensors_of(slow)
+    for name, tensor in tensors_of(fast).items():
+        unit = 2.0**-18 if tensor.dtype == FLOAT32 else torch.finfo(tensor.dtype).eps
+        torch.testing.assert_close(
+            tensor.cpu(), expected[name].cpu(), rtol=2 * unit, atol=1e-5
+        )
 
 
 # -- a reference in float64 ------------------------------------------------------------

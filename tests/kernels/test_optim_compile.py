@@ -45,14 +45,16 @@ PREPARE = {
     "scalars": "*fp32",
     "tensors": "i32",
 }
-PLAIN = (tl.float32, tl.float32, False, False)
-MASTERS = (tl.float16, tl.float32, True, False)
+PLAIN = (tl.float32, tl.float32, tl.float32, False, False)
+MASTERS = (tl.float16, tl.float16, tl.float32, True, False)
+SUMS = (tl.float16, tl.float32, tl.float32, True, False)
 ADAM_KINDS = {
     "float32": (PLAIN, PLAIN),
     "masters": (MASTERS, MASTERS),
     "masters and float32": (MASTERS, PLAIN),
-    "bfloat16 moments": ((tl.float32, tl.bfloat16, False, True),) * 2,
-    "bfloat16": ((tl.bfloat16, tl.bfloat16, False, False),) * 2,
+    "float32 sums": (SUMS, SUMS),
+    "bfloat16 moments": ((tl.float32, tl.float32, tl.bfloat16, False, True),) * 2,
+    "bfloat16": ((tl.bfloat16, tl.bfloat16, tl.bfloat16, False, False),) * 2,
 }
 
 
@@ -60,7 +62,7 @@ def compile_adam(
     kinds, capability=90, *, aligned=True, write_back=False, measure=False
 ):
     first, second = ADAM_KINDS[kinds]
-    names = ("dtype", "moments", "master", "amsgrad")
+    names = ("dtype", "grad_dtype", "moments", "master", "amsgrad")
     constants = dict(zip(names, first, strict=True))
     constants |= {
         f"other_{name}": value for name, value in zip(names, second, strict=True)
@@ -119,9 +121,11 @@ def compile_sgd(momentum, master, *, measure=False):
         SGD | (MEASURED if measure else {}),
         90,
         dtype=tl.float16,
+        grad_dtype=tl.float16,
         master=master,
         momentum=momentum,
         other_dtype=tl.float32,
+        other_grad_dtype=tl.float32,
         other_master=False,
         other_momentum=momentum,
         mixed=True,

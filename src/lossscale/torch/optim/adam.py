@@ -63,7 +63,7 @@ class _AdamStep(ScaledOptimizer):
         """Return why the kernels cannot update a group; empty if they can."""
         return reason_of_group(group, group["betas"])
 
-    def make_row(self, param: torch.Tensor, number: int) -> "Row":
+    def make_row(self, param: torch.Tensor, number: int, slope: torch.dtype) -> "Row":
         """Return a parameter's row of the kernels' tables; its state is made here."""
         from lossscale.torch.optim.kernels.tables import Row  # noqa: PLC0415
 
@@ -73,7 +73,8 @@ class _AdamStep(ScaledOptimizer):
         kept = [self._rows_tensor(param, name) for name in names]
         if not group["amsgrad"]:
             kept[2] = None
-        return Row(local_shard(param), tuple(kept), number, self.state[param]["step"])
+        step = self.state[param]["step"]
+        return Row(local_shard(param), slope, tuple(kept), number, step)
 
     def make_tables(self, rows: "list[Row]", params: list[torch.Tensor]) -> "Tables":
         """Return the kernels' tables; they have the step counts from now on."""

@@ -95,6 +95,7 @@ def _update(
     scalars,
     sums,
     dtype: tl.constexpr,
+    grad_dtype: tl.constexpr,
     moments: tl.constexpr,
     master: tl.constexpr,
     amsgrad: tl.constexpr,
@@ -107,13 +108,13 @@ def _update(
     """Update a chunk of one tensor."""
     row = scalars + tensor * SCALARS
     lane = tl.arange(0, block)
-    grad_pointer = typed(address, dtype, aligned) + first
+    grad_pointer = typed(address, grad_dtype, aligned) + first
     param_pointer = pointer_to(pointers, tensor, 0, dtype, aligned) + first
     mean_pointer = pointer_to(pointers, tensor, 1, moments, aligned) + first
     square_pointer = pointer_to(pointers, tensor, 2, moments, aligned) + first
     stored = read(grad_pointer, lane, left, masked)
     if write_back:
-        write(grad_pointer, lane, left, stored * tl.load(row + 1), dtype, masked)
+        write(grad_pointer, lane, left, stored * tl.load(row + 1), grad_dtype, masked)
     if master:
         master_pointer = pointer_to(pointers, tensor, 4, tl.float32, aligned) + first
         weight = read(master_pointer, lane, left, masked)
@@ -162,10 +163,12 @@ def apply_adam(
     found_inf,
     sums,
     dtype: tl.constexpr,
+    grad_dtype: tl.constexpr,
     moments: tl.constexpr,
     master: tl.constexpr,
     amsgrad: tl.constexpr,
     other_dtype: tl.constexpr,
+    other_grad_dtype: tl.constexpr,
     other_moments: tl.constexpr,
     other_master: tl.constexpr,
     other_amsgrad: tl.constexpr,
@@ -188,11 +191,13 @@ def apply_adam(
         scalars: What `prepare_adam` has written.
         found_inf: 1.0 to skip the step, else 0.0.
         sums: Output of a measured step: a row of float64 numbers for each chunk.
-        dtype: The dtype of parameters and gradients.
+        dtype: The dtype of the parameters.
+        grad_dtype: The dtype of their gradients: the same, or float32.
         moments: The dtype of the moments.
         master: Whether there are float32 masters.
         amsgrad: Whether the largest second moment divides.
-        other_dtype: The same four of the other kind of parameters.
+        other_dtype: The same five of the other kind of parameters.
+        other_grad_dtype: Of the other kind.
         other_moments: Of the other kind.
         other_master: Of the other kind.
         other_amsgrad: Of the other kind.
@@ -217,21 +222,21 @@ def apply_adam(
                 if left >= block:
                     _update(
                         pointers, tensor, address, first, left, scalars, own, dtype,
-                        moments, master, amsgrad, write_back, aligned, False, block,
-                        measure)
+                        grad_dtype, moments, master, amsgrad, write_back, aligned,
+                        False, block, measure)
                 else:
                     _update(
                         pointers, tensor, address, first, left, scalars, own, dtype,
-                        moments, master, amsgrad, write_back, aligned, True, block,
-                        measure)
+                        grad_dtype, moments, master, amsgrad, write_back, aligned,
+                        True, block, measure)
             elif left >= block:
                 _update(
                     pointers, tensor, address, first, left, scalars, own, other_dtype,
-                    other_moments, other_master, other_amsgrad, write_back, aligned,
-                    False, block, measure)
+                    other_grad_dtype, other_moments, other_master, other_amsgrad,
+                    write_back, aligned, False, block, measure)
             else:
                 _update(
                     pointers, tensor, address, first, left, scalars, own, other_dtype,
-                    other_moments, other_master, other_amsgrad, write_back, aligned,
-                    True, block, measure)
+                    other_grad_dtype, other_moments, other_master, other_amsgrad,
+                    write_back, aligned, True, block, measure)
             # fmt: on

@@ -48,6 +48,8 @@ class Row(NamedTuple):
     """A parameter in the tables."""
 
     param: torch.Tensor
+    slope: torch.dtype
+    """The dtype of its gradient."""
     kept: tuple[torch.Tensor | None, ...]
     """What the kernel updates with it, in the order of its columns."""
     group: int
@@ -272,6 +274,7 @@ class AdamTables(Tables):
         moments = row.param.dtype if mean is None else mean.dtype
         return (
             DTYPES[row.param.dtype],
+            DTYPES[row.slope],
             DTYPES[moments],
             master is not None,
             largest is not None,
@@ -325,7 +328,12 @@ class SgdTables(Tables):
 
     def _kind(self, row: Row) -> Kind:
         buffer, master = row.kept
-        return DTYPES[row.param.dtype], master is not None, buffer is not None
+        return (
+            DTYPES[row.param.dtype],
+            DTYPES[row.slope],
+            master is not None,
+            buffer is not None,
+        )
 
     def _settings_of(self, group: Group) -> list[float]:
         return [
