@@ -29,6 +29,7 @@ from helpers.optimizers import (
     set_grads,
     tensors_of,
 )
+from helpers.rounding import round_stochastically
 
 import lossscale.torch as ls
 from lossscale.torch import optim
@@ -239,6 +240,7 @@ def checks(
     yield "strides", lambda: check_strides(device)
     yield "groups", lambda: check_groups(device)
     yield "bfloat16 moments", lambda: check_moments(device)
+    yield "noise of bfloat16 moments", lambda: check_noise(device)
     yield "rates", lambda: check_rates(device)
     yield "many", lambda: check_many(device, many)
     yield "long", lambda: check_fused(device, "AdamW", "float32", 200)
@@ -549,6 +551,39 @@ def check_moments(device):
         )
         for number in range(3):
             twins.step(random_grads(number, 16.0), 16.0)
+
+
+def check_noise(device):
+    """Second moments get the same bits from the kernels as by NumPy.
+
+    All numbers of the update are sums of few powers of two: nothing but the moments is
+    rounded.
+    """
+    shapes = [(70, 9), (333,), (3,)]
+    for dtype, masters in ((FLOAT32, False), (FLOAT16, True), (BFLOAT16, False)):
+        params = make_params(dtype, shapes, device)
+        params[0] = torch.nn.Parameter(params[0].detach().t())
+        optimizer = optim.AdamW(
+            params, betas=(0.5, 0.5), master_weights=masters, moments_dtype=BFLOAT16
+        )
+        expected = [np.zeros(param.numel(), np.float32) for param in params]
+        for step in range(1, 6):
+            for number, param in enumerate(params):
+                # Seven bits, and fourteen of the square.
+                generator = torch.Generator().manual_seed(10 * step + number)
+                sizes = torch.randint(64, 128, param.shape, generator=generator)
+                grad = torch.empty_like(param).copy_(sizes / 64)
+                param.grad = grad
+                flat = grad.as_strided((grad.numel(),), (1,)).float().cpu().numpy()
+                square = (expected[number] + flat * flat) / 2
+                expected[number] = round_stochastically(square, step)
+            optimizer.step()
+        assert not optimizer._plan.eager
+        for param, square in zip(params, expected, strict=True):
+            found = optimizer.state[param]["exp_avg_sq"]
+            assert found.dtype == BFLOAT16
+            found = found.as_strided((found.numel(),), (1,)).float().cpu().numpy()
+            np.testing.assert_array_equal(square, found)
 
 
 def check_rates(device):

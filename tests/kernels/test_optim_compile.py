@@ -59,7 +59,13 @@ ADAM_KINDS = {
 
 
 def compile_adam(
-    kinds, capability=90, *, aligned=True, write_back=False, measure=False
+    kinds,
+    capability=90,
+    *,
+    aligned=True,
+    write_back=False,
+    measure=False,
+    stochastic=False,
 ):
     first, second = ADAM_KINDS[kinds]
     names = ("dtype", "grad_dtype", "moments", "master", "amsgrad")
@@ -72,6 +78,7 @@ def compile_adam(
         ADAM | (MEASURED if measure else {}),
         capability,
         mixed=first != second,
+        stochastic=stochastic,
         write_back=write_back,
         aligned=aligned,
         block=tables.BLOCK,
@@ -87,6 +94,14 @@ def test_an_update_of_adam_compiles(kinds, capability):
     assert "div.rn.f32" in text
     assert "sqrt.rn.f32" in text
     assert not re.search(r"div\.(full|approx)|sqrt\.approx", text)
+
+
+@pytest.mark.parametrize("kinds", ["bfloat16 moments", "bfloat16"])
+def test_an_update_that_rounds_stochastically_compiles(kinds):
+    text = compile_adam(kinds, stochastic=True)
+    assert "mul.lo.s32" in text
+    assert "mul.lo.s32" not in compile_adam(kinds)
+    assert not re.search(r"(ld|st)\.shared|bar\.sync", text)
 
 
 def test_an_aligned_update_reads_and_writes_128_bits_at_a_time():

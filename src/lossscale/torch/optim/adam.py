@@ -38,6 +38,11 @@ class _AdamStep(ScaledOptimizer):
     kept_names = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER)
     steps_as = torch.optim.Adam
 
+    @property
+    def _rounds_stochastically(self) -> bool:
+        """Whether second moments are rounded so that their mean is exact."""
+        return self._options.moments_dtype == torch.bfloat16
+
     def _init_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
         state = self.state[param]
         dtype = self.state_dtype(param)
@@ -80,7 +85,8 @@ class _AdamStep(ScaledOptimizer):
         """Return the kernels' tables; they have the step counts from now on."""
         from lossscale.torch.optim.kernels.tables import AdamTables  # noqa: PLC0415
 
-        tables = AdamTables(rows, len(self.param_groups))
+        groups = len(self.param_groups)
+        tables = AdamTables(rows, groups, stochastic=self._rounds_stochastically)
         for param, step in zip(params, tables.steps, strict=True):
             self.state[param]["step"] = step
         return tables
@@ -151,8 +157,14 @@ class _AdamStep(ScaledOptimizer):
                 weight = self._weight(param)
                 kept = [means[number].dtype]
                 dtype = working_dtype(weight, scale, kept)
+                is_noisy = self._rounds_stochastically and kept == [torch.bfloat16]
+                if is_noisy and dtype == torch.bfloat16:
+                    dtype = torch.float32
                 weights[number] = work.open_weight(weight, dtype)
                 grads[number] = unscale(grads[number], scale.inverse, dtype)
+                if is_noisy:
+                    step, square = steps[number], squares[number]
+                    squares[number] = work.open_square(square, dtype, step)
                 for moments in filter(None, (means, squares, largest)):
                     moments[number] = work.open(moments[number], dtype)
         beta1, beta2 = group["betas"]

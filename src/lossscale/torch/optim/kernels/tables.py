@@ -256,9 +256,18 @@ class Tables:
 class AdamTables(Tables):
     """The tables of Adam: both moments, the largest second one, the master."""
 
-    def __init__(self, rows: Sequence[Row], groups: int) -> None:
-        """Copy to the device what does not change, and put the step counts together."""
+    def __init__(
+        self, rows: Sequence[Row], groups: int, *, stochastic: bool = False
+    ) -> None:
+        """Copy to the device what does not change, and put the step counts together.
+
+        Args:
+            rows: The parameters.
+            groups: How many parameter groups there are.
+            stochastic: Whether second moments in bfloat16 are rounded stochastically.
+        """
         super().__init__(rows, groups)
+        self._stochastic = stochastic
         # One copy for all that are on the host still, as after the first step by torch.
         counts = [row.step for row in rows if row.step is not None]
         on_host = all(count.device.type == "cpu" for count in counts)
@@ -320,6 +329,7 @@ class AdamTables(Tables):
             (ROWS,),
         )
         arguments = (self._scalars,)
+        constants = (self._stochastic, *constants)
         self._launch_units(adam.apply_adam, grads, arguments, flag, constants, sums)
 
 
