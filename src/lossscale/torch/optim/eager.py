@@ -140,11 +140,10 @@ class Workspace:
             round_stochastically_(own, step)
             rounded[id(copy)] = own
         for tensor, copy in self._copies:
-            own = rounded.get(id(copy))
-            if own is None:
-                tensor.copy_(copy)
+            if id(copy) in rounded:
+                local_shard(tensor).copy_(rounded[id(copy)])
             else:
-                local_shard(tensor).copy_(own)
+                tensor.copy_(copy)
         for weight, copy in self._weights:
             write_weight(weight, copy)
 

@@ -51,7 +51,7 @@ def test_the_noise_is_that_of_the_hash():
 
 
 def test_positions_beyond_32_bits_have_a_hash():
-    from lossscale.torch.optim.rounding import _hash  # noqa: PLC0415
+    from lossscale.torch.optim.rounding import _hash
 
     index = torch.tensor([5, 2**31 + 5, 2**32 + 5, 2**33 + 5])
     assert 4 == len(set(_hash(index, torch.tensor(1, dtype=torch.int32)).tolist()))
@@ -77,7 +77,7 @@ def test_the_mean_of_many_steps_is_the_number_itself():
 
 
 def test_pieces_have_the_noise_of_the_whole(monkeypatch):
-    from lossscale.torch.optim import rounding  # noqa: PLC0415
+    from lossscale.torch.optim import rounding
 
     values = torch.rand(1000)
     whole, pieces = values.clone(), values.clone()

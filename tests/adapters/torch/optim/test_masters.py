@@ -15,7 +15,6 @@ from helpers.optimizers import (  # noqa: E402
     set_grads,
     tensors_of,
 )
-
 from helpers.rounding import round_stochastically  # noqa: E402
 
 from lossscale.errors import SettingError, StateError  # noqa: E402

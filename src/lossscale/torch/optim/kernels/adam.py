@@ -105,7 +105,7 @@ def _round_stochastically(values, index, step):
     noise = bits >> 16
     rounded = (values.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
     rounded = rounded.to(tl.float32, bitcast=True)
-    return tl.where(values == values, rounded, values)
+    return tl.where(values == values, rounded, values)  # noqa: PLR0124  # not NaN
 
 
 @triton.jit
