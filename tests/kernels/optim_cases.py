@@ -29,6 +29,7 @@ from helpers.optimizers import (
     set_grads,
     tensors_of,
 )
+from helpers.rounding import round_stochastically
 
 import lossscale.torch as ls
 from lossscale.torch import optim
@@ -226,6 +227,10 @@ def checks(
         yield f"scaler {setting}", lambda s=setting: check_scaler(device, s)
         for kind in list(KINDS)[1:]:
             yield (
+                f"accumulated {setting} {kind}",
+                lambda s=setting, kind=kind: check_accumulated(device, s, kind),
+            )
+            yield (
                 f"finite {setting} {kind}",
                 lambda s=setting, kind=kind: check_finite(device, s, kind),
             )
@@ -235,6 +240,7 @@ def checks(
     yield "strides", lambda: check_strides(device)
     yield "groups", lambda: check_groups(device)
     yield "bfloat16 moments", lambda: check_moments(device)
+    yield "noise of bfloat16 moments", lambda: check_noise(device)
     yield "rates", lambda: check_rates(device)
     yield "many", lambda: check_many(device, many)
     yield "long", lambda: check_fused(device, "AdamW", "float32", 200)
@@ -547,6 +553,39 @@ def check_moments(device):
             twins.step(random_grads(number, 16.0), 16.0)
 
 
+def check_noise(device):
+    """Second moments get the same bits from the kernels as by NumPy.
+
+    All numbers of the update are sums of few powers of two: nothing but the moments is
+    rounded.
+    """
+    shapes = [(70, 9), (333,), (3,)]
+    for dtype, masters in ((FLOAT32, False), (FLOAT16, True), (BFLOAT16, False)):
+        params = make_params(dtype, shapes, device)
+        params[0] = torch.nn.Parameter(params[0].detach().t())
+        optimizer = optim.AdamW(
+            params, betas=(0.5, 0.5), master_weights=masters, moments_dtype=BFLOAT16
+        )
+        expected = [np.zeros(param.numel(), np.float32) for param in params]
+        for step in range(1, 6):
+            for number, param in enumerate(params):
+                # Seven bits, and fourteen of the square.
+                generator = torch.Generator().manual_seed(10 * step + number)
+                sizes = torch.randint(64, 128, param.shape, generator=generator)
+                grad = torch.empty_like(param).copy_(sizes / 64)
+                param.grad = grad
+                flat = grad.as_strided((grad.numel(),), (1,)).float().cpu().numpy()
+                square = (expected[number] + flat * flat) / 2
+                expected[number] = round_stochastically(square, step)
+            optimizer.step()
+        assert not optimizer._plan.eager
+        for param, square in zip(params, expected, strict=True):
+            found = optimizer.state[param]["exp_avg_sq"]
+            assert found.dtype == BFLOAT16
+            found = found.as_strided((found.numel(),), (1,)).float().cpu().numpy()
+            np.testing.assert_array_equal(square, found)
+
+
 def check_rates(device):
     """A schedule, and a learning rate that is a tensor."""
     twins = Twins(optim.AdamW, lambda: make_params(device=device))
@@ -640,6 +679,37 @@ def check_scaler(device, setting):
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
         if name.endswith("step"):
             assert expected[name].item() == tensor.item()
+
+
+def check_accumulated(device, setting, kind):
+    """Sums of micro-batches reach the kernels in float32, and nothing is lost."""
+    dtype, masters = KINDS[kind]
+
+    def train(**more):
+        params = make_params(dtype, [(70,), (5,)], device)
+        params += make_params(FLOAT32, [(3,)], device, seed=8)
+        optimizer = setting.ours(params, master_weights=masters, **more)
+        scaler = ls.GradScaler(device, init_scale=2.0**16)
+        for number in range(6):
+            scaler.scale(torch.zeros((), device=device))
+            for batch in range(1 if number == 3 else 2):
+                set_grads(params, 10 * number + batch, 2.0**-10)
+                if number != 3:
+                    scaler.accumulate(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.last_step.applied
+            optimizer.zero_grad()
+        return optimizer
+
+    fast, slow = train(), train(fused=False)
+    assert not fast._plan.eager
+    expected = tensors_of(slow)
+    for name, tensor in tensors_of(fast).items():
+        unit = 2.0**-18 if tensor.dtype == FLOAT32 else torch.finfo(tensor.dtype).eps
+        torch.testing.assert_close(
+            tensor.cpu(), expected[name].cpu(), rtol=2 * unit, atol=1e-5
+        )
 
 
 # -- a reference in float64 ------------------------------------------------------------

@@ -121,8 +121,8 @@ def find_nan_loss(
         "them was applied: the weights are broken, and no lower scale can help."
     )
     # The step before the first is what broke the weights.
-    broke = _last_applied(recent, recent[start].step)
-    good = None if broke is None else _last_applied(recent, broke)
+    broke = _find_last_applied(recent, recent[start].step)
+    good = None if broke is None else _find_last_applied(recent, broke)
     return Alarm("nan", recent[-1].step, good, message, _names(recent[start:]))
 
 

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lossscale.torch.distributed.dtensor import local_shard
+from lossscale.torch.optim.rounding import round_stochastically_
+
 _SMALL = 2**14
 """Below so many elements a tensor, torch's foreach step is the faster one on a CPU."""
 
@@ -92,10 +95,26 @@ class Workspace:
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._weights: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._steps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Copies that are rounded stochastically, and the steps they belong to."""
 
     def open(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a moment in a dtype."""
         return self._open(tensor, dtype, self._copies)
+
+    def open_square(
+        self, square: torch.Tensor, dtype: torch.dtype, step: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a second moment in a dtype; `write` rounds it stochastically.
+
+        Args:
+            square: The moment, in bfloat16.
+            dtype: A wider dtype.
+            step: Counts the steps.
+        """
+        copy = self.open(square, dtype)
+        self._steps.append((copy, step))
+        return copy
 
     def open_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a weight in a dtype."""
@@ -115,8 +134,16 @@ class Workspace:
 
     def write(self) -> None:
         """Write the results to the tensors that the optimizer keeps."""
+        rounded = {}
+        for copy, step in self._steps:
+            own = local_shard(copy).to(torch.float32)
+            round_stochastically_(own, step)
+            rounded[id(copy)] = own
         for tensor, copy in self._copies:
-            tensor.copy_(copy)
+            if id(copy) in rounded:
+                local_shard(tensor).copy_(rounded[id(copy)])
+            else:
+                tensor.copy_(copy)
         for weight, copy in self._weights:
             write_weight(weight, copy)
 

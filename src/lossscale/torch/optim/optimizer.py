@@ -304,12 +304,13 @@ class ScaledOptimizer(torch.optim.Optimizer):
         """Whether torch's functions take the first step of a parameter."""
         return False
 
-    def make_row(self, param: torch.Tensor, number: int) -> "Row":
+    def make_row(self, param: torch.Tensor, number: int, slope: torch.dtype) -> "Row":
         """Return a parameter's row of the kernels' tables; its state is made here.
 
         Args:
             param: The parameter.
             number: The index of its group.
+            slope: The dtype of its gradient.
         """
         raise NotImplementedError
 

@@ -38,6 +38,8 @@ class Member(NamedTuple):
 
     param: torch.Tensor
     group: int
+    slope: torch.dtype
+    """The dtype of its gradient."""
 
 
 class DevicePlan(NamedTuple):
@@ -118,7 +120,8 @@ class StepPlan:
                     _warn_once(param, reason)
                     left.append(param)
                 else:
-                    members.setdefault(param.device, []).append(Member(param, number))
+                    member = Member(param, number, param.grad.dtype)
+                    members.setdefault(param.device, []).append(member)
             if left:
                 self.eager[number] = left
         return members
@@ -217,7 +220,7 @@ def _reason_against(param: torch.Tensor) -> str:
     own, slope = local_shard(param), local_shard(grad)
     if type(own) not in _PLAIN or type(slope) not in _PLAIN:
         return f"it is a {type(own).__name__}"
-    if own.dtype not in _DTYPES or slope.dtype != own.dtype:
+    if own.dtype not in _DTYPES or slope.dtype not in (own.dtype, torch.float32):
         return f"it is {own.dtype} and its gradient {slope.dtype}"
     if not kernel_backend.can_read(slope) or not kernel_backend.can_read(own):
         return "it or its gradient is sparse or has gaps"
@@ -324,11 +327,11 @@ def _find_resting(
         for param in group["params"]
     }
     found = []
-    for param, _ in before.members:
+    for param, _, slope in before.members:
         own = local_shard(param)
         fits = own.device == before.tables.device and own.dtype in _DTYPES
         if fits and id(param) in numbers and id(param) not in with_grad:
-            found.append(Member(param, numbers[id(param)]))
+            found.append(Member(param, numbers[id(param)], slope))
     return found
 
 
@@ -350,7 +353,7 @@ def signature_of(row: "Row", groups: int) -> object:
         groups: How many groups there are.
     """
     tensors = (row.param, *row.kept, row.step)
-    return (row.group, groups), tuple(
+    return (row.group, groups, row.slope), tuple(
         None if tensor is None else (tensor.data_ptr(), tensor.dtype)
         for tensor in tensors
     )

@@ -113,7 +113,7 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
         is_dampened = bool(group["momentum"] and group["dampening"])
         return is_dampened and self.state.get(param, {}).get(BUFFER) is None
 
-    def make_row(self, param: torch.Tensor, number: int) -> "Row":
+    def make_row(self, param: torch.Tensor, number: int, slope: torch.dtype) -> "Row":
         """Return a parameter's row of the kernels' tables; its state is made here."""
         from lossscale.torch.optim.kernels.tables import Row  # noqa: PLC0415
 
@@ -127,7 +127,7 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
                     memory_format=torch.preserve_format,
                 )
             buffer = self._rows_tensor(param, BUFFER)
-        return Row(local_shard(param), (buffer, master), number)
+        return Row(local_shard(param), slope, (buffer, master), number)
 
     def make_tables(self, rows: "list[Row]", params: list[torch.Tensor]) -> "Tables":  # noqa: ARG002
         """Return the kernels' tables."""

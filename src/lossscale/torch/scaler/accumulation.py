@@ -28,6 +28,7 @@ from lossscale.torch.inspection.summary import (
     SCALE,
     TOO_LARGE,
 )
+from lossscale.torch.optim.optimizer import ScaledOptimizer
 from lossscale.torch.scaler.gradient_checker import (
     GradientChecker,
     LiveState,
@@ -131,8 +132,14 @@ class GradientAccumulator:
             if total is None:
                 continue
             total.mul_(factor.to(total.device))
-            # torch 2.10 and later: a parameter may want gradients of another dtype.
-            dtype = getattr(param, "grad_dtype", None) or param.dtype
+            dtype = total.dtype
+            if not isinstance(self._optimizer, ScaledOptimizer):
+                # A parameter may want gradients of another dtype.
+                dtype = param.grad_dtype or param.dtype
+            elif param.grad_dtype not in (dtype, None):
+                # Ours take a float32 sum for a half-precision weight. In float16 the
+                # smallest gradients would be zero again, and a sum may be infinite.
+                param.grad_dtype = None
             param.grad = from_local_shard(total.to(dtype), param)
 
     def merge_into(
