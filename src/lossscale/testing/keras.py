@@ -9,7 +9,7 @@ variables, so that it is known inside graphs and `jit`.
 import math
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import keras
 from keras import ops
@@ -20,6 +20,30 @@ from lossscale.errors import ContextError, SettingTypeError
 from lossscale.keras import backend
 from lossscale.testing.faults import Fault, FaultValue, check_name
 from lossscale.testing.keras_outputs import OutputInjection, find_layer
+
+
+@overload
+def inject(
+    model: Any,
+    name: str,
+    value: FaultValue,
+    *,
+    steps: int | Iterable[int],
+    where: Literal["gradient"] = "gradient",
+    element: int | None = 0,
+) -> "Injection": ...
+
+
+@overload
+def inject(
+    model: Any,
+    name: str,
+    value: FaultValue,
+    *,
+    steps: int | Iterable[int],
+    where: Literal["output"],
+    element: int | None = 0,
+) -> OutputInjection: ...
 
 
 def inject(

@@ -37,7 +37,21 @@ def _list_layers(model: Any, prefix: str) -> dict[str, Any]:
 
 
 class OutputInjection:
-    """A context in which a fault is written into a layer's output."""
+    """A context in which a fault is written into a layer's output.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> from lossscale.keras import LossScaleOptimizer
+        >>> from lossscale.testing.keras import inject
+        >>> dense = keras.layers.Dense(1, name="dense")
+        >>> model = keras.Sequential([keras.Input((2,)), dense])
+        >>> model.compile(LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+        >>> with inject(model, "dense", "nan", steps=2, where="output"):
+        ...     for _ in range(3):
+        ...         loss = model.train_on_batch(np.ones((1, 2)), np.ones((1, 1)))
+        >>> int(model.optimizer.skipped_steps)
+        1
+    """
 
     def __init__(self, model: Any, layer: Any, fault: Fault) -> None:
         """Prepare; nothing is replaced yet."""
@@ -77,7 +91,7 @@ class OutputInjection:
         self._layer._untrack_variable(self._count)  # noqa: SLF001
         self._model.train_function = None
         if error is None:
-            taken = int(ops.convert_to_numpy(self._count))
+            taken = int(self._count.value)
             self._fault.check_reached(self._layer.name, taken)
 
     def _write_output(self, *args: Any, **kwargs: Any) -> Any:
