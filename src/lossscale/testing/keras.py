@@ -72,7 +72,7 @@ def inject(
         steps: The steps at which the fault is written, from 1.
         where: "gradient" writes into the gradient as the optimizer receives it: scaled
             on TensorFlow, JAX and torch alike. "output" writes into what the layer
-            returns, in training; the gradient of the number that was overwritten is 0.
+            returns, in training; the gradient passes as if nothing had been written.
         element: Which number of the tensor, counted row by row; `None` for all.
 
     Raises:

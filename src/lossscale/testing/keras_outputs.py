@@ -121,4 +121,13 @@ class OutputInjection:
         if fault.element is not None:
             chosen = ops.equal(ops.arange(ops.size(tensor)), fault.element)
             mask = ops.logical_and(mask, ops.reshape(chosen, shape))
-        return where(mask, ops.convert_to_tensor(number, dtype_name(tensor)), tensor)
+
+        @ops.custom_gradient
+        def write(inner: Array) -> tuple[Array, Any]:
+            def pass_on(*args: Array, upstream: Array | None = None) -> Array:
+                return args[0] if upstream is None else upstream
+
+            value = ops.convert_to_tensor(number, dtype_name(inner))
+            return where(mask, value, inner), pass_on
+
+        return write(tensor)

@@ -133,6 +133,17 @@ def test_the_activation_is_written_at_its_steps_and_not_in_evaluation(model):
     assert [plain, spoilt, plain] == pytest.approx(losses, rel=1e-5)
 
 
+def test_the_gradient_passes_as_if_nothing_had_been_written():
+    """With a linear loss it does not depend on the activation that was written."""
+    dense = keras.layers.Dense(1, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((3,)), dense])
+    model.compile(keras.optimizers.SGD(0.5), lambda y, out: keras.ops.sum(out))
+    with inject(model, dense.name, 7.0, steps=2, where="output"):
+        for _ in range(3):
+            model.train_on_batch(X[:1], Y[:1])
+    assert [[-1.5]] * 3 == kernel_of(model).tolist()
+
+
 def test_a_layer_inside_another_is_named_with_it():
     block = keras.Sequential([keras.layers.Dense(2, name="inner")], name="block")
     model = keras.Sequential([keras.Input((3,)), block, keras.layers.Dense(1)])
