@@ -35,9 +35,9 @@ def explain_unmeasured(
     others = [name for name in readers if name not in (*starting, *ruled)]
     if measured:
         if ruled and measured < steps:
-            verb, its = _agree(ruled, "reads", "read")
+            word, its = _agree(ruled, "reads", "read")
             yield (
-                f"{_join_names(ruled)} {verb} magnitudes: in finite steps without "
+                f"{_join_names(ruled)} {word} magnitudes: in finite steps without "
                 f"one, only {its} rule ran."
             )
         edged = [
@@ -46,36 +46,36 @@ def explain_unmeasured(
             if find_edge(wanted_measurements(readers[name])) is not None
         ]
         if edged:
-            verb, its = _agree(edged, "reads", "read")
+            word, its = _agree(edged, "reads", "read")
             yield (
-                f"{_join_names(edged)} {verb} the fraction of values above {its} edge "
+                f"{_join_names(edged)} {word} the fraction of values above {its} edge "
                 "where it is measured; here the largest magnitude alone is compared."
             )
         return
     if ruled:
-        verb, its = _agree(ruled, "reads", "read")
+        word, its = _agree(ruled, "reads", "read")
         rows = "its row is" if len(ruled) == 1 else "their rows are"
         yield (
-            f"{_join_names(ruled)} {verb} magnitudes, and these steps have none: only "
+            f"{_join_names(ruled)} {word} magnitudes, and these steps have none: only "
             f"{its} rule ran, and {rows} what a plain Dynamic does."
         )
     if starting:
-        verb, its = _agree(starting, "sets", "set")
+        word, its = _agree(starting, "sets", "set")
         yield (
-            f"{_join_names(starting)} {verb} {its} start from a magnitude, and these "
+            f"{_join_names(starting)} {word} {its} start from a magnitude, and these "
             "steps have none: the start here is the scale at which the first step was "
             "finite."
         )
     if others:
-        verb, _ = _agree(others, "reads", "read")
+        word, _ = _agree(others, "reads", "read")
         yield (
-            f"{_join_names(others)} {verb} magnitudes, and these steps have none: the "
+            f"{_join_names(others)} {word} magnitudes, and these steps have none: the "
             "result is what happens without."
         )
 
 
 def _agree(names: list[str], one: str, several: str) -> tuple[str, str]:
-    """Return a verb and a possessive for so many names."""
+    """Return a word and a possessive for so many names."""
     return (one, "its") if len(names) == 1 else (several, "their")
 
 
