@@ -90,9 +90,8 @@ BROKEN = -1.0
 def dtype_of(run: RunFile, index: int) -> str:
     """Return the format of a tensor's gradient."""
     dtypes = run.header.get("dtypes")
-    if isinstance(dtypes, list) and index < len(dtypes) and dtypes[index] in FORMATS:
-        return str(dtypes[index])
-    return run.dtype
+    known = dtypes[index] if isinstance(dtypes, list) and index < len(dtypes) else None
+    return known if isinstance(known, str) and known in FORMATS else run.dtype
 
 
 def _extremes(run: RunFile) -> tuple[Any, ...] | None:
