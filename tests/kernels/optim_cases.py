@@ -218,22 +218,7 @@ def checks(
             )
     for setting in ONE_OF_EACH:
         yield from measured(device, setting, block)
-        yield f"sizes {setting}", lambda s=setting: check_sizes(device, s, block)
-        yield f"unaligned {setting}", lambda s=setting: check_unaligned(device, s)
-        yield f"missing {setting}", lambda s=setting: check_missing(device, s)
-        yield f"resume {setting}", lambda s=setting: check_resume(device, s)
-        yield f"reference {setting}", lambda s=setting: check_reference(device, s)
-        yield f"write back {setting}", lambda s=setting: check_write_back(device, s)
-        yield f"scaler {setting}", lambda s=setting: check_scaler(device, s)
-        for kind in list(KINDS)[1:]:
-            yield (
-                f"accumulated {setting} {kind}",
-                lambda s=setting, kind=kind: check_accumulated(device, s, kind),
-            )
-            yield (
-                f"finite {setting} {kind}",
-                lambda s=setting, kind=kind: check_finite(device, s, kind),
-            )
+        yield from of_each(device, setting, block)
         yield from replaced(device, setting)
     yield "removed group", lambda: check_removed_group(device)
     yield "listed twice", lambda: check_listed_twice(device)
@@ -242,6 +227,11 @@ def checks(
     yield "bfloat16 moments", lambda: check_moments(device)
     yield "noise of bfloat16 moments", lambda: check_noise(device)
     yield "rates", lambda: check_rates(device)
+    for masters in (False, True):
+        yield (
+            f"whole step masters={masters}",
+            lambda m=masters: check_whole_step(device, m),
+        )
     yield "many", lambda: check_many(device, many)
     yield "long", lambda: check_fused(device, "AdamW", "float32", 200)
     for name in FUSED:
@@ -256,6 +246,26 @@ def checks(
             yield f"graph masters={masters}", lambda m=masters: check_graph(m)
     if large:
         yield "large", lambda: check_large(device)
+
+
+def of_each(device, setting, block):
+    """Yield the checks that are made of one setting of each class."""
+    yield f"sizes {setting}", lambda: check_sizes(device, setting, block)
+    yield f"unaligned {setting}", lambda: check_unaligned(device, setting)
+    yield f"missing {setting}", lambda: check_missing(device, setting)
+    yield f"resume {setting}", lambda: check_resume(device, setting)
+    yield f"reference {setting}", lambda: check_reference(device, setting)
+    yield f"write back {setting}", lambda: check_write_back(device, setting)
+    yield f"scaler {setting}", lambda: check_scaler(device, setting)
+    for kind in list(KINDS)[1:]:
+        yield (
+            f"accumulated {setting} {kind}",
+            lambda kind=kind: check_accumulated(device, setting, kind),
+        )
+        yield (
+            f"finite {setting} {kind}",
+            lambda kind=kind: check_finite(device, setting, kind),
+        )
 
 
 def replaced(device, setting):
@@ -605,6 +615,11 @@ def check_rates(device):
         for rate in rates:
             rate.fill_(0.5 / (number + 1))
         twins.step(random_grads(number))
+    for optimizer in (twins.fast, twins.slow):
+        optimizer.param_groups[0]["lr"] = 0.0
+    before = copy_tensors(twins.fast)
+    twins.step(random_grads(3))
+    assert torch.equal(before["0"], tensors_of(twins.fast)["0"])
 
 
 def check_many(device, count):
@@ -951,7 +966,76 @@ def check_same_scalars(device):
     return f"{found.to_fused:.2f} units, {found.format_share()} of the weights equal"
 
 
-# -- on a GPU --------------------------------------------------------------------------
+# -- in a CUDA graph, on a GPU ---------------------------------------------------------
+
+
+def capture(step):
+    """Return the replay of a step, after a few that are taken as they are."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def take_first(step):
+    """Return a step after as many as `capture` takes."""
+    for _ in range(3):
+        step()
+    return step
+
+
+def check_whole_step(device, masters):
+    """Forward to update, captured on a GPU: other rates, and a step that is skipped."""
+    found = {}
+    for prepare in (take_first, capture if device == "cuda" else take_first):
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(16, 40), torch.nn.GELU(), torch.nn.Linear(40, 3))
+        model = torch.nn.Sequential(*layers).to(device)
+        if masters:
+            ls.to_float16(model)
+        optimizer = optim.AdamW(model.parameters(), lr=0.1, master_weights=masters)
+        scaler = ls.GradScaler(device, init_scale=2.0**10, growth_interval=4)
+        rows, factor = torch.ones(8, 16, device=device), torch.ones((), device=device)
+
+        def step(model=model, optimizer=optimizer, scaler=scaler, own=(rows, factor)):
+            optimizer.zero_grad()
+            loss = model(own[0]).float().square().mean()
+            scaler.scale(loss * own[1]).backward()
+            scaler.clip_grad_norm_(optimizer, 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+
+        take_step = prepare(step)
+        for number in range(8):
+            generator = torch.Generator().manual_seed(number)
+            rows.copy_(torch.randn(8, 16, generator=generator))
+            factor.fill_(math.inf if number == 3 else 1.0)
+            optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+            before = copy_tensors(optimizer)
+            optimizer.copy_settings()
+            take_step()
+            after = tensors_of(optimizer)
+            if number == 3:
+                check_equal(before, after)
+            else:
+                names = [name for name in after if name.isdigit()]
+                assert not any(torch.equal(before[x], after[x]) for x in names)
+        counts = scaler.total_steps, scaler.skipped_steps, scaler.get_scale()
+        found.setdefault("counts", []).append(counts)
+        found.setdefault("weights", []).append(copy_tensors(optimizer))
+    assert [(11, 1, 2.0**11)] * 2 == found["counts"]
+    plain, other = found["weights"]
+    for name, expected in plain.items():
+        torch.testing.assert_close(other[name], expected, rtol=1e-3, atol=1e-3)
+
+
+# -- the update alone in a CUDA graph, on a GPU ----------------------------------------
 
 
 def check_graph(masters):

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 from kernels import gpu_cases, optim_cases  # noqa: E402
+from lossscale.torch import optim  # noqa: E402
 from lossscale.torch.optim.kernels import tables  # noqa: E402
 
 BLOCK = 64
@@ -32,6 +33,18 @@ def _small_chunks(monkeypatch):
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_kernels_do_what_torchs_functions_do(name):
     CHECKS[name]()
+
+
+def test_a_state_dict_that_chooses_torchs_functions_says_so_once():
+    def make(**more):
+        return optim.AdamW([torch.nn.Parameter(torch.ones(3))], **more)
+
+    loaded = make()
+    with pytest.warns(UserWarning, match="foreach and fused of each group"):
+        loaded.load_state_dict(make(foreach=True).state_dict())
+    loaded.load_state_dict(make(foreach=True).state_dict())
+    make(fused=False).load_state_dict(make(fused=False).state_dict())
+    make().load_state_dict(make(foreach=True).state_dict())
 
 
 def test_a_rate_of_the_device_that_is_replaced_by_zero_is_copied():

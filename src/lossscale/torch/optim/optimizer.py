@@ -23,7 +23,12 @@ from lossscale.torch.distributed.dtensor import local_shard
 from lossscale.torch.optim.eager import HostScale, read_scale, write_weight
 from lossscale.torch.optim.formulas import Kept
 from lossscale.torch.optim.measurement import EagerUpdate, UpdateMeasurement
-from lossscale.torch.optim.plan import StepPlan, may_use_kernels
+from lossscale.torch.optim.plan import (
+    StepPlan,
+    chooses_torch,
+    may_use_kernels,
+    warn_of_loaded_choice,
+)
 from lossscale.torch.scaler.param_names import ParamNames
 
 if TYPE_CHECKING:
@@ -492,11 +497,15 @@ class ScaledOptimizer(torch.optim.Optimizer):
 
         # The last hook: others may replace the state dict.
         handle = self.register_load_state_dict_pre_hook(remember)
+        chosen = list(map(chooses_torch, self.param_groups))
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
             self._loading = None
+        loaded = map(chooses_torch, self.param_groups)
+        if any(new and not old for new, old in zip(loaded, chosen, strict=True)):
+            warn_of_loaded_choice(self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied."""
@@ -522,7 +531,9 @@ class ScaledOptimizer(torch.optim.Optimizer):
         for key, param in zip(saved, params, strict=True):
             kept = state["state"].get(param)
             for name, value in loaded["state"].get(key, {}).items():
-                if name == "step" or not isinstance(value, torch.Tensor):
+                if name == "step" or name not in self.kept_names:
+                    continue  # what a subclass keeps may have any shape
+                if not isinstance(value, torch.Tensor):
                     continue
                 if value.shape != param.shape:
                     message = (

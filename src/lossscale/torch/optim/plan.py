@@ -254,6 +254,28 @@ _warned: set[str] = set()
 _CHOSEN = "foreach=True or fused=False was chosen"
 
 
+def chooses_torch(group: Mapping[str, Any]) -> bool:
+    """Whether a group's settings choose torch's own functions."""
+    return bool(group["foreach"]) or group["fused"] is False
+
+
+def warn_of_loaded_choice(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Say once that a state dict has chosen torch's functions where kernels run."""
+    params = [param for group in groups for param in group["params"]]
+    if may_use_kernels(params) and _LOADED not in _warned:
+        _warned.add(_LOADED)
+        message = (
+            "The state dict that was loaded has foreach=True or fused=False: torch's "
+            "functions update its groups from now on, and wait for the device. To have "
+            "the kernels update them, set foreach and fused of each group of "
+            "optimizer.param_groups to None."
+        )
+        warnings.warn(message, stacklevel=3)
+
+
+_LOADED = "a state dict has chosen torch's functions"
+
+
 def reason_of_group(group: Mapping[str, Any], numbers: Sequence[object]) -> str:
     """Return why the kernels cannot update any parameter of a group.
 
@@ -261,7 +283,7 @@ def reason_of_group(group: Mapping[str, Any], numbers: Sequence[object]) -> str:
         group: The group.
         numbers: Those of its settings that must be numbers.
     """
-    if group["foreach"] or group["fused"] is False:
+    if chooses_torch(group):
         return _CHOSEN
     if any(isinstance(number, torch.Tensor) for number in numbers):
         return "a setting other than the learning rate is a tensor"

@@ -232,6 +232,25 @@ def test_a_state_of_another_shape_is_refused_and_changes_nothing():
     check_equal(before, tensors_of(target))
 
 
+class WithAverage(optim.AdamW):
+    """Keeps a number of its own for each parameter."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for state in self.state.values():
+            state["average"] = torch.tensor(0.5)
+        return loss
+
+
+def test_what_a_subclass_keeps_may_have_another_shape():
+    source, target = (WithAverage(make_params(shapes=[(3,)])) for _ in range(2))
+    set_grads(source.param_groups[0]["params"], 0)
+    source.step()
+    target.load_state_dict(source.state_dict())
+    (state,) = target.state.values()
+    assert 0.5 == state["average"].item()
+
+
 def test_hooks_of_loading_see_the_state_in_its_dtypes():
     source = optim.AdamW(make_params(torch.float16), master_weights=True)
     set_grads(source.param_groups[0]["params"], 0)
