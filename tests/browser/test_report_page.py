@@ -297,6 +297,135 @@ def test_runs_are_hidden_and_shown(browser, tmp_path, known):
         assert page.locator("#differences tbody tr").count() > 3
 
 
+def open_run(browser, path, steps, **settings):
+    """Record steps given as keywords, and open their report."""
+    with Recorder(path, writers=(), **settings) as recorder:
+        for step in steps:
+            recorder.record(**step)
+    out = path.with_suffix(".html")
+    out.write_text(build_report([path]), encoding="utf-8")
+    return opened_page(browser, out)
+
+
+PIXELS = r"""([chart, ...names]) => {
+  const canvas = document.querySelector(`figure[data-chart=${chart}] canvas`);
+  const style = getComputedStyle(document.documentElement);
+  const inks = names.map((name) => style.getPropertyValue(name).trim().match(/\w\w/g)
+    .map((pair) => parseInt(pair, 16)));
+  const { width, height } = canvas;
+  const data = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+  return inks.map((ink) => {
+    const found = [];
+    for (let i = 0; i < width * height; i++) {
+      const near = ink.every((part, k) => Math.abs(data[4 * i + k] - part) < 8);
+      if (near && data[4 * i + 3] > 200) {
+        found.push([i % width / width, Math.floor(i / width) / height]);
+      }
+    }
+    return found;
+  });
+}"""
+
+
+def pixels(page, chart, *colours):
+    """Return where a chart has colours of the style sheet.
+
+    One list for each, of shares of the width and the height.
+    """
+    return page.evaluate(PIXELS, [chart, *colours])
+
+
+def test_a_skip_is_marked_at_the_scale_that_it_had(browser, tmp_path):
+    """In a bucket of several steps the scale has been lowered by its end."""
+    steps = [{"scale": 2.0**16 if i < 1000 else 2.0**15} for i in range(3000)]
+    steps = [step | {"applied": i != 999} for i, step in enumerate(steps)]
+    with open_run(browser, tmp_path / "run.jsonl", steps) as page:
+        assert "steps a point" in page.inner_text("#range-text")
+        (marks,) = pixels(page, "scale", "--alarm")
+    assert marks
+    # The axis goes from 2**14 to 2**17, and the mark belongs to 2**16.
+    assert np.mean([y for _, y in marks]) < 0.4
+
+
+def test_a_loss_that_is_not_finite_is_a_gap_with_a_mark(browser, tmp_path):
+    steps = [{"scale": 8.0, "applied": True, "loss": 1.0 + i % 2} for i in range(100)]
+    for i in range(40, 60):
+        steps[i]["loss"] = np.nan if i % 2 else np.inf
+    path = tmp_path / "run.jsonl"
+    with open_run(browser, path, steps, alarms=None) as page:
+        line, marks = pixels(page, "loss", "--run-0", "--alarm")
+        key = page.inner_text("figure[data-chart=loss] .causes")
+        rows = table_of(page, "loss")
+    assert "20 steps with a loss that was not finite" in key
+    across = [x for x, _ in line]
+    low, size = min(across), max(across) - min(across)
+    assert not [x for x in across if 0.43 < (x - low) / size < 0.57]
+    assert len(across) > 100
+    assert max(y for _, y in marks) < 0.2
+    assert any("not finite" in row[1] for row in rows)
+
+
+def test_a_line_goes_on_where_nothing_was_measured(browser, tmp_path):
+    """A loss that is logged every tenth step is one line, and not ten points."""
+    steps = [{"scale": 8.0, "applied": True} for _ in range(100)]
+    for i in range(0, 100, 10):
+        steps[i]["loss"] = 1.0 + i % 20
+    with open_run(browser, tmp_path / "run.jsonl", steps) as page:
+        (line,) = pixels(page, "loss", "--run-0")
+    across = {round(x, 2) for x, _ in line}
+    assert len(across) > 50
+
+
+def test_a_loss_between_two_that_are_not_finite_is_a_point(browser, tmp_path):
+    steps = [{"scale": 8.0, "applied": True, "loss": np.nan} for _ in range(31)]
+    steps[15]["loss"] = 1.0
+    path = tmp_path / "run.jsonl"
+    with open_run(browser, path, steps, alarms=None) as page:
+        assert pixels(page, "loss", "--run-0")[0]
+
+
+def test_alarms_are_marked_and_named(browser, tmp_path):
+    steps = [{"scale": 1.0, "applied": i < 50} for i in range(100)]
+    with open_run(browser, tmp_path / "run.jsonl", steps) as page:
+        key = page.inner_text("figure[data-chart=scale] .causes")
+        assert "alarm: floor at step 53" in key
+        assert pixels(page, "scale", "--alarm")[0]
+        page.fill("#from", "50")
+        page.fill("#to", "60")
+        page.dispatch_event("#to", "change")
+        wait_for_range(page, 50, 60)
+        page.locator("figure[data-chart=scale] .plot").focus()
+        readout = page.locator("figure[data-chart=scale] .readout")
+        found = []
+        for _ in range(4):
+            page.keyboard.press("ArrowRight")
+            found.append("alarm: floor" in readout.inner_text())
+        assert "step 53" in readout.inner_text()
+        assert [False, False, False, True] == found
+
+
+def test_a_map_has_the_steps_under_its_columns(page, known):
+    steps = sorted(known.gradients)
+    labels = page.locator("figure[data-map=headroom] .steps span")
+    texts = labels.all_inner_texts()
+    assert (f"step {steps[0]:,}", f"{steps[-1]:,}") == (texts[0], texts[-1])
+    canvas = page.locator("figure[data-map=headroom] canvas").bounding_box()
+    last = labels.last.bounding_box()
+    right = canvas["x"] + canvas["width"]
+    assert last["x"] + last["width"] == pytest.approx(right, abs=60)
+
+
+def test_a_wide_table_of_a_phone_says_that_it_scrolls(browser, tmp_path, known):
+    path = tmp_path / "report.html"
+    path.write_text(build_report([known.path] * 2), encoding="utf-8")
+    for width, is_wide in ((375, True), (1200, False)):
+        with opened_page(browser, path, width=width) as page:
+            table = page.locator("#content > .table").first
+            assert is_wide == (table.get_attribute("tabindex") == "0")
+            hint = page.locator("#content > .scroll-hint")
+            assert is_wide == (hint.count() == 1 and hint.is_visible())
+
+
 HOSTILE = [
     "</script><script>alert(1)</script>",
     "<img src=x onerror=alert(1)>",

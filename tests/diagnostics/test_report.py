@@ -106,6 +106,8 @@ def decode(chunk):
     for name in chunk["series"]:
         arrays[name] = [take("f") for _ in range(1 if chunk["exact"] else 2)]
     arrays |= {f"skipped: {cause}": take("I") for cause in chunk["causes"]}
+    if chunk["broken"]:
+        arrays["broken"] = take("I")
     assert not data
     return arrays
 
@@ -119,6 +121,39 @@ def test_a_chunk_holds_the_numbers_of_its_steps(known):
     assert all(chunk["exact"] for chunk in details)
     losses = [value for chunk in details for value in decode(chunk)["loss"][0]]
     assert known.loss.astype(np.float32).tolist() == losses
+
+
+def test_losses_that_are_not_finite_are_counted_in_every_bucket(tmp_path):
+    path = tmp_path / "run.jsonl"
+    losses = np.ones(3_000)
+    losses[[5, 1_500, 1_501]] = math.nan
+    losses[2_999] = math.inf
+    with Recorder(path, writers=(), alarms=None) as recorder:
+        for i, loss in enumerate(losses):
+            recorder.record(scale=8.0, applied=True, loss=None if i == 7 else loss)
+    run = read_run(path)
+    blocks = from_blocks(run.blocks)
+    assert [1, 2, 1] == blocks.broken.tolist()
+    steps = from_columns(read_columns(run), "float16")
+    assert [1, 2, 1] == steps.merge(1_024).broken.tolist()
+    overview, *details = make_levels(run, [], 1_000_000)
+    broken = [n for c in details for n in decode(c).get("broken", [0] * c["count"])]
+    assert (~np.isfinite(losses)).tolist() == list(map(bool, broken))
+    assert 4 == sum(decode(overview)["broken"])
+
+
+def test_a_skipped_step_is_not_clipped(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with Recorder(path, writers=()) as recorder:
+        recorder.record(scale=8.0, applied=True, norm=0.5, clip=1.0)
+        recorder.record(scale=8.0, applied=True, norm=2.0, clip=0.5)
+        recorder.record(scale=8.0, applied=False, norm=math.inf, clip=0.0)
+    assert 1 == summary_of(path)["clipped"]
+    run = read_run(path)
+    assert [0.5] == from_blocks(run.blocks).low["clip"].tolist()
+    steps = from_columns(read_columns(run), "float16")
+    assert [1.0, 0.5] == steps.low["clip"][:2].tolist()
+    assert np.isnan(steps.low["clip"][2])
 
 
 def test_chunks_keep_to_their_budget_and_no_spike_is_lost(known):
@@ -229,6 +264,29 @@ def test_differences_name_what_differs_and_nothing_else(tmp_path):
     assert not {"config: seed", "loss at the end", "skipped"} & set(rows)
 
 
+def test_a_run_that_lacks_a_value_does_not_differ_in_it(tmp_path):
+    paths = [tmp_path / f"{name}.jsonl" for name in "abc"]
+    for path, loss in zip(paths, (1.0, None, 1.0), strict=True):
+        with Recorder(path, writers=()) as recorder:
+            recorder.record(scale=8.0, applied=True, loss=loss, norm=loss)
+    report = json.loads(build_report(paths, format="json"))
+    names = {row["name"] for row in report["differences"]}
+    assert not {"loss at the end", "largest norm"} & names
+    page = build_report(paths)
+    assert page.index('<section id="differences"') < page.index('<section id="curves"')
+
+
+def test_what_was_not_recorded_is_not_on_the_page(tmp_path):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in paths:
+        with Recorder(path, writers=()) as recorder:
+            recorder.record(scale=8.0, applied=True)
+    for page in (build_report(paths[:1]), build_report(paths)):
+        head = page.partition('<section id="curves"')[0]
+        assert "oss at the end" not in head
+        assert "owest headroom" not in head
+
+
 def record_steps(path, steps, **settings):
     """Record steps given as keywords, and return the advice of the report."""
     with Recorder(path, writers=(), **settings) as recorder:
@@ -305,7 +363,7 @@ def test_a_run_of_zeros_is_told_to_scale(tmp_path):
         recorder.record(scale=1.0, applied=True, amax=0.0)
         recorder.record_statistics(measure_tensors(zeros), scale=1.0)
     (text,) = summary_of(path)["advice"]
-    assert text.startswith("100.0 % of the stored gradients were zero")
+    assert text.startswith("100.0\u00a0% of the stored gradients were zero")
     assert "nothing was learned" in text
 
 
@@ -342,6 +400,9 @@ def test_a_tensor_without_a_finite_number_is_beyond_the_range(tmp_path):
         (2.0**40, "2\u2074\u2070"),
         (2.0**-126, "2\u207b\xb9\xb2\u2076"),
         (1234567.25, "1,234,567"),
+        (1.5e-5, "1.5e-5"),
+        (1.5e12, "1.5e12"),
+        (10**400, "over 1e308"),
     ],
 )
 def test_numbers_are_written_for_a_reader(value, text):

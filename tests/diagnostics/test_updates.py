@@ -168,11 +168,11 @@ def test_a_step_with_statistics_of_no_tensor_has_a_report(path):
 def test_every_format_has_the_table(path):
     record(path, {"a": (1.5e-3, 0.25, *KEPT), "b": (math.inf, 0.0, *SINGLE)})
     text = build_report([path], format="md")
-    assert "| a | float16 | yes | 0.0015 | 25.0 % |" in text
-    assert "| b | float32 | no | \u2013 | 0.0 % |" in text
+    assert "| a | float16 | yes | 0.0015 | 25.0\u00a0% |" in text
+    assert "| b | float32 | no | \u2013 | 0\u00a0% |" in text
     page = build_report([path])
     assert '<h2 id="updates-title">Updates of the weights</h2>' in page
-    assert "<td>0.0015</td><td>25.0 %</td>" in page
+    assert "<td>0.0015</td><td>25.0\u00a0%</td>" in page
     assert page.index('id="tensors"') < page.index('id="updates"')
 
 
@@ -202,7 +202,7 @@ def test_updates_that_are_lost_for_want_of_a_master_have_advice(path):
     (text,) = advice_of(record(path, rows))
     assert text == (
         "Use master_weights=True: the update of step 1 was rounded away in float16 "
-        "for 90.0 % of worst, and more than half of 1 other tensor."
+        "for 90.0\u00a0% of worst, and more than half of 1 other tensor."
     )
 
 

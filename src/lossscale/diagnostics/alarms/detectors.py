@@ -268,7 +268,8 @@ def _join_names(names: Sequence[str]) -> str:
         return ""
     some = ", ".join(names[: -_MOST_NAMED - 1 : -1])
     more = len(names) - _MOST_NAMED
-    return f" (first in {some}{f' and {more} more' if more > 0 else ''})"
+    rest = f" and {more} more" if more > 0 else ""
+    return f" (first in the backward pass: {some}{rest})"
 
 
 _MOST_NAMED = 3

@@ -6,6 +6,7 @@ import logging
 from lossscale.diagnostics.alarms import Alarm
 from lossscale.diagnostics.loggers.base import StepWriter
 from lossscale.diagnostics.records.steps import StepRecord
+from lossscale.diagnostics.report.wording import number
 
 
 class LoggingWriter(StepWriter):
@@ -34,9 +35,9 @@ class LoggingWriter(StepWriter):
         names = ", ".join(f"{name} ({cause})" for name, cause in record.nonfinite[:8])
         more = len(record.nonfinite) - 8
         self._logger.info(
-            "Step %d was skipped at a scale of %g: %s%s%s",
+            "Step %d was skipped at a scale of %s: %s%s%s",
             record.step,
-            record.scale,
+            number(record.scale),
             record.cause,
             f" in {names}" if names else "",
             f" and {more} more" if more > 0 else "",
@@ -46,8 +47,9 @@ class LoggingWriter(StepWriter):
         """Log an alarm."""
         good = "unknown" if alarm.last_good_step is None else alarm.last_good_step
         self._logger.warning(
-            "Step %d: %s Last step with good weights: %s.",
+            "Step %d: alarm %s: %s Last step with good weights: %s.",
             alarm.step,
+            alarm.kind,
             alarm.message,
             good,
         )

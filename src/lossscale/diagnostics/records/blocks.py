@@ -132,7 +132,8 @@ def summarize(
     columns: dict[str, Sequence[float | None]] = {
         "scale": scales,
         "norm": [record.norm for record in records],
-        "clip": [record.clip for record in records],
+        # A skipped step clipped nothing, whatever its factor.
+        "clip": [record.clip if record.applied else None for record in records],
         "amax": [record.amax for record in records],
         "loss": [record.loss for record in records],
         "lr": [record.lr for record in records],

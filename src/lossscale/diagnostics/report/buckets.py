@@ -37,6 +37,8 @@ class Buckets:
     """The largest value of each series."""
     causes: Counts
     """How many steps were skipped, by cause, in the order of `CAUSES`."""
+    broken: Counts
+    """How many steps had a loss that was not finite."""
 
     def __len__(self) -> int:
         """Return how many buckets there are."""
@@ -59,6 +61,7 @@ class Buckets:
             low={n: np.fmin.reduceat(v, starts) for n, v in self.low.items()},
             high={n: np.fmax.reduceat(v, starts) for n, v in self.high.items()},
             causes=np.add.reduceat(self.causes, starts, axis=0, dtype=np.uint32),
+            broken=np.add.reduceat(self.broken, starts, dtype=np.uint32),
         )
 
     def part(self, start: int, end: int) -> "Buckets":
@@ -69,6 +72,7 @@ class Buckets:
             low={name: values[start:end] for name, values in self.low.items()},
             high={name: values[start:end] for name, values in self.high.items()},
             causes=self.causes[start:end],
+            broken=self.broken[start:end],
         )
 
 
@@ -79,7 +83,7 @@ def from_columns(columns: Columns, dtype: str) -> Buckets:
         "loss": columns.loss,
         "norm": columns.norm,
         "headroom": columns.headroom(dtype),
-        "clip": columns.clip,
+        "clip": np.where(columns.cause == 0, columns.clip, np.nan),
         "lr": columns.lr,
     }
     with np.errstate(over="ignore"):
@@ -87,7 +91,8 @@ def from_columns(columns: Columns, dtype: str) -> Buckets:
     causes = np.zeros((columns.step.size, len(CAUSES)), np.uint32)
     rows = np.flatnonzero(columns.cause)
     causes[rows, columns.cause[rows] - 1] = 1
-    return Buckets(columns.step, columns.step, values, values, causes)
+    broken = np.isinf(columns.loss).astype(np.uint32)
+    return Buckets(columns.step, columns.step, values, values, causes, broken)
 
 
 def from_blocks(blocks: Sequence[Block]) -> Buckets:
@@ -109,6 +114,8 @@ def from_blocks(blocks: Sequence[Block]) -> Buckets:
         }
         for end in ("low", "high")
     )
+    losses = [block.series.get("loss") for block in blocks]
+    broken = [0 if loss is None else loss.nonfinite for loss in losses]
     counts = [[block.causes.get(cause, 0) for cause in CAUSES] for block in blocks]
     return Buckets(
         first=np.array([block.first for block in blocks], np.int64),
@@ -116,6 +123,7 @@ def from_blocks(blocks: Sequence[Block]) -> Buckets:
         low=low,
         high=high,
         causes=np.array(counts, np.uint32).reshape(len(blocks), len(CAUSES)),
+        broken=np.array(broken, np.uint32),
     )
 
 

@@ -55,7 +55,8 @@ def find_differences(runs: Sequence[Summary]) -> list[Difference]:
             for name, value in _RESULTS.items()
         ),
     ]
-    return [row for row in rows if len(set(row.values)) > 1]
+    # A run that lacks a value does not differ in it.
+    return [row for row in rows if len({*row.values} - {NOTHING}) > 1]
 
 
 def _settings(what: str, mappings: Sequence[Mapping[str, Any]]) -> list[Difference]:

@@ -128,7 +128,7 @@ def _encode_all(buckets: Buckets, *, short: bool) -> list[Chunk]:
 
 
 def _encode(buckets: Buckets, *, short: bool = False) -> Chunk:
-    """Return a chunk: steps, then series, then skips, each as one row of numbers."""
+    """Return a chunk: steps, series, skips, broken losses, each one row of numbers."""
     series = [name for name in SERIES if np.isfinite(buckets.high[name]).any()]
     causes = [cause for i, cause in enumerate(CAUSES) if buckets.causes[:, i].any()]
     exact = buckets.is_exact
@@ -141,6 +141,8 @@ def _encode(buckets: Buckets, *, short: bool = False) -> Chunk:
         rounded = short and name != "scale"
         rows += [shorten(end[name]) if rounded else end[name] for end in ends]
     rows += [buckets.causes[:, CAUSES.index(cause)] for cause in causes]
+    has_broken = bool(buckets.broken.any())
+    rows += [buckets.broken] if has_broken else []
     return {
         "from": int(buckets.first[0]),
         "to": int(buckets.last[-1]),
@@ -148,6 +150,7 @@ def _encode(buckets: Buckets, *, short: bool = False) -> Chunk:
         "exact": exact,
         "series": series,
         "causes": causes,
+        "broken": has_broken,
         "data": encode_arrays(rows),
     }
 

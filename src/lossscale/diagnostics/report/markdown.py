@@ -125,11 +125,14 @@ def _row(cells: Sequence[str]) -> str:
 
 def escape_line(text: str) -> str:
     """Return text that Markdown shows as it is, in one line."""
-    line = " ".join(text.split())
+    line = _BREAKS.sub(" ", text).strip()
     if len(line) > _LONGEST:
         line = f"{line[:_LONGEST]}..."
     return _SPECIAL.sub(r"\\\g<0>", line).replace("&", "&amp;").replace("<", "&lt;")
 
+
+_BREAKS = re.compile(r"[^\S\u00a0]+")
+"""White space but the no-break space, which holds a number and its unit together."""
 
 _SPECIAL = re.compile(r"[\\`*\[\]|#~$@]|(?<!\w)_|_(?!\w)")
 """What has a meaning in Markdown; `_` has none inside a word."""

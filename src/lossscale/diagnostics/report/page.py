@@ -96,6 +96,7 @@ def _run_data(
         "wide": summary.dtype not in _NARROW,
         "first": summary.first_step,
         "last": summary.last_step,
+        "alarms": [[alarm.step, alarm.kind] for alarm in summary.alarms[:_MOST_ALARMS]],
         "heat": None if heat_map is None else encode_heat_map(heat_map),
         "histograms": None if histograms is None else encode_histograms(histograms),
     }
@@ -108,6 +109,7 @@ def _run_data(
 
 
 _LONGEST_TITLE = 200
+_MOST_ALARMS = 200
 
 
 def _without_tensors(data: dict[str, Any]) -> dict[str, Any]:

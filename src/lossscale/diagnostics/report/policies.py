@@ -64,6 +64,7 @@ def _buckets(steps: npt.NDArray[np.int64], scales: Scales) -> Buckets:
         low={"scale": np.minimum.reduceat(scales, starts), **nothing},
         high={"scale": np.maximum.reduceat(scales, starts), **nothing},
         causes=np.zeros((starts.size, len(CAUSES)), np.uint32),
+        broken=np.zeros(starts.size, np.uint32),
     )
 
 

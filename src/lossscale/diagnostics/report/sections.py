@@ -86,17 +86,13 @@ def _tiles(run: Summary) -> str:
                 f"{_count(run.growths, 'growth')}, {_count(run.backoffs, 'back-off')}"
             ),
         ),
-        (
-            "Loss at the end",
-            number(run.last_loss),
-            f"{number(run.first_loss)} at first",
-        ),
-        (
-            "Lowest headroom",
-            _bits(run.lowest_headroom),
-            f"of {run.dtype}",
-        ),
     ]
+    if run.last_loss is not None:
+        first = f"{number(run.first_loss)} at first"
+        tiles.append(("Loss at the end", number(run.last_loss), first))
+    if run.lowest_headroom is not None:
+        bits = _bits(run.lowest_headroom)
+        tiles.append(("Lowest headroom", bits, f"of {run.dtype}"))
     entries = "".join(
         f'<div><dt>{escape_text(name)}</dt><dd>{escape_text(value)}<span class="extra">'
         f"{escape_text(extra)}</span></dd></div>"
@@ -120,6 +116,10 @@ def _comparison(runs: Sequence[Summary]) -> str:
     ]
     heads = ["run", "steps", "skipped", "scale at the end", "loss at the end"]
     heads += ["lowest headroom", "alarms"]
+    # A column in which no run has anything is left out.
+    kept = [i for i in range(len(heads)) if any(row[i] != NOTHING for row in rows)]
+    rows = [[row[i] for i in kept] for row in rows]
+    heads = [heads[i] for i in kept]
     return make_table(heads, rows, whole=True, escaped_first=True)
 
 

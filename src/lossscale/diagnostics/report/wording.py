@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers as a person reads them."""
 
+import re
 from math import frexp, isfinite, isnan
 
 NOTHING = "\u2013"
 """Shown where there is no number: a dash."""
+
+SPACE = "\u00a0"
+"""Between a number and its unit: no line is broken there."""
 
 _THOUSAND = 1e3
 _LONG = 1e8
@@ -36,15 +40,26 @@ def number(value: float | None) -> str:
     long = abs(value) >= _LONG or abs(value) < _SMALL
     if long and mantissa == _HALF:
         return f"2{str(exponent - 1).translate(_SUPERSCRIPTS)}"
-    return f"{value:,.0f}" if _THOUSAND <= abs(value) < _LONG else f"{value:.4g}"
+    if _THOUSAND <= abs(value) < _LONG:
+        return f"{value:,.0f}"
+    return re.sub(r"e([-+])0*(\d)", _shorten_exponent, f"{value:.4g}")
+
+
+def _shorten_exponent(found: "re.Match[str]") -> str:
+    """Return e-5 for e-05, and e12 for e+12."""
+    sign, digit = found.groups()
+    return f"e{sign if sign == '-' else ''}{digit}"
 
 
 def percent(share: float) -> str:
     """Return a share as per cent, with enough digits to tell it from nothing."""
     hundred = 100 * share
+    if hundred == 0:
+        return f"0{SPACE}%"
     if 0 < hundred < 0.01:  # noqa: PLR2004
-        return "< 0.01 %"
-    return f"{hundred:.2f} %" if 0 < hundred < 1 else f"{hundred:.1f} %"
+        return f"< 0.01{SPACE}%"
+    digits = 2 if 0 < hundred < 1 else 1
+    return f"{hundred:.{digits}f}{SPACE}%"
 
 
 def duration(seconds: float) -> str:

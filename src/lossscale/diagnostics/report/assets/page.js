@@ -38,6 +38,7 @@
 
   // ---- Numbers as text ------------------------------------------------------------------
 
+  const SPACE = "\u00a0";
   const SUPERSCRIPTS = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
   const power = (exponent) => "2" + [...String(exponent)].map((c) => SUPERSCRIPTS[c]).join("");
   const whole = (value) => Math.round(value).toLocaleString("en-US");
@@ -45,8 +46,11 @@
   function number(value) {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";
     if (Number.isInteger(value) && Math.abs(value) < 1e8) return whole(value);
-    const size = Math.abs(value);
-    if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(3).replace(/\.?0+e/, "e");
+    // As `number` in report/wording.py has it.
+    const size = Math.abs(value), exponent = Math.log2(size);
+    if ((size >= 1e8 || size < 1e-3) && Number.isInteger(exponent) && value > 0) return power(exponent);
+    if (size >= 1e3 && size < 1e8) return whole(value);
+    if (size >= 1e4 || size < 1e-4) return value.toExponential(3).replace(/\.?0+e/, "e").replace("e+", "e");
     return String(Number(value.toPrecision(4)));
   }
 
@@ -58,9 +62,9 @@
   }
 
   function percent(share) {
-    if (share === 0) return "0 %";
-    if (share < 1e-4) return "< 0.01 %";
-    return `${(100 * share).toFixed(share < 0.01 ? 2 : 1)} %`;
+    if (share === 0) return `0${SPACE}%`;
+    if (share < 1e-4) return `< 0.01${SPACE}%`;
+    return `${(100 * share).toFixed(share < 0.01 ? 2 : 1)}${SPACE}%`;
   }
 
   // Short enough for an axis.
@@ -93,7 +97,8 @@
     };
   }
 
-  // Consecutive buckets of a run: steps, extremes of each series, skips by cause.
+  // Consecutive buckets of a run: steps, extremes of each series, skips by cause, and how
+  // many losses were not finite.
   function chunkArrays(chunk) {
     chunk.arrays ??= inflate(chunk.data).then((bytes) => {
       const read = rowReader(bytes);
@@ -109,7 +114,8 @@
         high[name] = chunk.exact ? low[name] : read.floats(chunk.count);
       }
       for (const cause of chunk.causes) causes[cause] = read.words(chunk.count);
-      return { first, last, low, high, causes };
+      const broken = chunk.broken ? read.words(chunk.count) : null;
+      return { first, last, low, high, causes, broken };
     });
     return chunk.arrays;
   }
@@ -132,7 +138,7 @@
   async function viewOf(run, from, to, most) {
     const width = Math.max(1, Math.ceil((to - from + 1) / most));
     const count = Math.ceil((to - from + 1) / width);
-    const low = {}, high = {}, causes = {};
+    const low = {}, high = {}, causes = {}, broken = {};
     const rows = (target, name, fill) => (target[name] ??= new Float64Array(count).fill(fill));
     const chunks = chunksFor(run, from, to, most);
     for (const [place, chunk] of chunks.entries()) {
@@ -151,9 +157,10 @@
           if (!(highs[cell] >= large)) highs[cell] = large;
         }
         for (const cause of chunk.causes) rows(causes, cause, 0)[cell] += arrays.causes[cause][i];
+        if (arrays.broken) rows(broken, "loss", 0)[cell] += arrays.broken[i];
       }
     }
-    return { from, to, width, count, low, high, causes };
+    return { from, to, width, count, low, high, causes, broken };
   }
 
   const firstStep = Math.min(...RUNS.map((run) => run.first));
@@ -249,6 +256,22 @@
       svg("path", { d: SHAPE_PATHS[shape] }));
   }
 
+  const alarmKey = () => svg("svg", { class: "key open", viewBox: "0 0 12 12", "aria-hidden": "true" },
+    svg("path", { d: "M6 0v12", "stroke-dasharray": "3 2" }));
+
+  // The points of a line that has none next to them.
+  function lonelyPoints(plot, series) {
+    const values = plot.data[series];
+    const known = [...values.keys()].filter((i) => values[i] !== undefined);
+    return known.filter((i, k) => values[i] !== null && values[known[k - 1]] == null && values[known[k + 1]] == null);
+  }
+
+  // What is shown of values of which some were not finite.
+  function withBroken(text, low, broken) {
+    if (!broken) return text;
+    return Number.isNaN(low) ? "not finite" : `${text}, ${whole(broken)} not finite`;
+  }
+
   class Chart {
     constructor(figure) {
       this.figure = figure;
@@ -272,18 +295,22 @@
       views = this.views = views.slice(0, this.lines.length);
       const { from, width, count } = views[0];
       const steps = Array.from({ length: count }, (_, i) => from + i * width);
-      const mapped = (values) => (values
-        ? Array.from(values, (v) => (Number.isNaN(v) ? null : this.kind.map ? this.kind.map(v) : v))
-        : new Array(count).fill(null));
+      // A line goes on over what was not measured (undefined), and ends where a value was
+      // measured and is not finite (null).
+      const mapped = (values, broken) => Array.from({ length: count }, (_, i) => {
+        const value = values ? values[i] : NaN;
+        if (!Number.isNaN(value)) return this.kind.map ? this.kind.map(value) : value;
+        return values && broken?.[i] > 0 ? null : undefined;
+      });
       const data = [steps];
       views.forEach((view, index) => {
-        const drawn = this.isDrawn(index);
-        data.push(mapped(drawn && view.low[this.kind.series]), mapped(drawn && view.high[this.kind.series]));
+        const drawn = this.isDrawn(index), broken = view.broken[this.kind.series];
+        for (const end of [view.low, view.high]) data.push(mapped(drawn && end[this.kind.series], broken));
       });
       if (this.kind.second) {
         views.forEach((view, index) => data.push(mapped(this.isDrawn(index) && view.low[this.kind.second])));
       }
-      const seen = data.slice(1, 1 + 2 * views.length).flat().filter((v) => v !== null);
+      const seen = data.slice(1, 1 + 2 * views.length).flat().filter((v) => v != null);
       const log = this.kind.log === "auto" && seen.length > 0 && Math.min(...seen) > 0 &&
         Math.max(...seen) / Math.min(...seen) > 20;
       this.clips = Boolean(this.kind.second) && views.some((view, index) =>
@@ -311,15 +338,15 @@
       this.lines.forEach((_, index) => {
         const stroke = runColour(index);
         const one = {
-          scale: "y", stroke, width: 1.5, dash: DASHES[index % DASHES.length], spanGaps: true,
-          points: { show: false }, paths: kind.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
+          scale: "y", stroke, width: 1.5, dash: DASHES[index % DASHES.length],
+          points: { show: true, size: 4, width: 0, fill: stroke, filter: lonelyPoints }, paths: kind.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
         };
         series.push(one, { ...one });
         bands.push({ series: [2 * index + 2, 2 * index + 1], fill: `${stroke}4d` });
       });
       if (kind.second) {
         this.lines.forEach((_, index) => series.push({
-          scale: "clip", stroke: runColour(index), width: 1, dash: [1, 3], spanGaps: true, points: { show: false },
+          scale: "clip", stroke: runColour(index), width: 1, dash: [1, 3], points: { show: false },
           show: this.clips,
         }));
       }
@@ -369,6 +396,20 @@
           context.fillText("overflow", left + 6 * ratio, y - 5 * ratio);
         }
       }
+      this.drawAlarms(plot);
+      if (this.kind.series === "loss") {
+        this.views.forEach((view, index) => {
+          if (!this.isDrawn(index)) return;
+          context.strokeStyle = RUNS.length === 1 ? colour("--alarm") : runColour(index);
+          context.lineWidth = 1.8 * ratio;
+          context.setLineDash([]);
+          view.broken.loss?.forEach((count, i) => {
+            if (!count) return;
+            const x = plot.valToPos(view.from + i * view.width, "x", true);
+            drawShape(context, "cross", x, top + 5 * ratio, 3.4 * ratio);
+          });
+        });
+      }
       if (this.kind.series === "scale") {
         this.views.forEach((view, index) => {
           if (!this.isDrawn(index)) return;
@@ -377,7 +418,8 @@
           context.setLineDash([]);
           for (const [cause, counts] of Object.entries(view.causes)) {
             counts.forEach((count, i) => {
-              const scale = view.low.scale?.[i];
+              // A step is skipped at the scale from which it is lowered.
+              const scale = view.high.scale?.[i];
               if (!count || !(scale > 0)) return;
               const x = plot.valToPos(view.from + i * view.width, "x", true);
               const y = plot.valToPos(Math.log2(scale), "y", true);
@@ -387,6 +429,35 @@
         });
       }
       context.restore();
+    }
+
+    // The alarms in view, as pairs of a run's index and a step with a kind.
+    alarmsInView() {
+      return this.lines.flatMap((run, index) => (this.isDrawn(index) ? run.alarms ?? [] : [])
+        .filter(([step]) => step >= range.from && step <= range.to)
+        .map((alarm) => [index, alarm]));
+    }
+
+    drawAlarms(plot) {
+      const { ctx: context } = plot, { left, top, width, height } = plot.bbox;
+      const ratio = devicePixelRatio || 1;
+      let free = -Infinity;
+      context.lineWidth = ratio;
+      context.font = `${12 * ratio}px system-ui, sans-serif`;
+      context.textAlign = "left";
+      context.textBaseline = "top";
+      const alarms = this.alarmsInView().sort(([, [one]], [, [other]]) => one - other);
+      for (const [index, [step, kind]] of alarms) {
+        const x = plot.valToPos(step, "x", true);
+        context.strokeStyle = context.fillStyle = RUNS.length === 1 ? colour("--alarm") : runColour(index);
+        context.setLineDash([3 * ratio, 3 * ratio]);
+        context.beginPath(); context.moveTo(x, top); context.lineTo(x, top + height); context.stroke();
+        const text = context.measureText(kind).width + 8 * ratio;
+        if (this.kind.series !== "scale" || x < free || x + text > left + width) continue;
+        context.fillText(kind, x + 4 * ratio, top + 2 * ratio);
+        free = x + text;
+      }
+      context.setLineDash([]);
     }
 
     onSelect(plot) {
@@ -438,9 +509,12 @@
         if (!this.isDrawn(index)) return;
         const low = view.low[this.kind.series]?.[cell] ?? NaN, high = view.high[this.kind.series]?.[cell] ?? NaN;
         const skips = Object.entries(view.causes).filter(([, counts]) => counts[cell] > 0);
-        let text = between(low, high, this.kind.show);
+        const broken = view.broken[this.kind.series]?.[cell] ?? 0;
+        let text = withBroken(between(low, high, this.kind.show), low, broken);
         if (this.kind.second && this.clips) text += `, clip ${number(view.low.clip?.[cell] ?? NaN)}`;
         if (skips.length) text += `, skipped: ${skips.map(([cause, n]) => (n[cell] > 1 ? `${n[cell]} × ${cause}` : cause)).join(", ")}`;
+        const alarms = (this.lines[index].alarms ?? []).filter(([step]) => step >= start && step <= end);
+        if (alarms.length) text += `, alarm: ${alarms.map(([, kind]) => kind).join(", ")}`;
         const label = this.lines.length > 1 ? `${this.lines[index].title}: ` : "";
         parts.push(element("span", { class: `value run-${index % 6}` }, label + text));
       });
@@ -454,9 +528,22 @@
       return element("span", { class: "hint" }, hint);
     }
 
+    countBroken(key) {
+      let total = 0;
+      this.views.forEach((view, index) => {
+        if (this.isDrawn(index)) total += view.broken.loss?.reduce((a, b) => a + b, 0) ?? 0;
+      });
+      const steps = total === 1 ? "1 step" : `${whole(total)} steps`;
+      key.replaceChildren(...(total ? [element("li", {}, shapeKey("nan"), ` ${steps} with a loss that was not finite`)] : []));
+    }
+
     countSkips() {
       const key = $(".causes", this.figure);
       if (!key) return;
+      if (this.kind.series === "loss") {
+        this.countBroken(key);
+        return;
+      }
       const totals = {};
       this.views.forEach((view, index) => {
         if (!this.isDrawn(index)) return;
@@ -468,6 +555,12 @@
       key.replaceChildren(...entries.map(([cause, total]) =>
         element("li", {}, shapeKey(cause), ` ${whole(total)} skipped: ${CAUSES[cause].label}`)));
       if (!entries.length) key.append(element("li", {}, "No step in view was skipped."));
+      const alarms = this.alarmsInView(), most = 4;
+      for (const [index, [step, kind]] of alarms.slice(0, most)) {
+        const whose = this.lines.length > 1 ? ` of ${this.lines[index].title}` : "";
+        key.append(element("li", {}, alarmKey(), ` alarm${whose}: ${kind} at step ${whole(step)}`));
+      }
+      if (alarms.length > most) key.append(element("li", {}, alarmKey(), ` ${whole(alarms.length - most)} more alarms`));
     }
 
     async fillTable() {
@@ -488,7 +581,8 @@
         for (const index of drawn) {
           const view = views[index];
           const low = view.low[this.kind.series]?.[cell] ?? NaN, high = view.high[this.kind.series]?.[cell] ?? NaN;
-          row.append(element("td", {}, between(low, high, this.kind.show)));
+          const broken = view.broken[this.kind.series]?.[cell] ?? 0;
+          row.append(element("td", {}, withBroken(between(low, high, this.kind.show), low, broken)));
           if (this.kind.series === "scale" && index < RUNS.length) {
             const skips = Object.entries(view.causes).filter(([, counts]) => counts[cell] > 0);
             row.append(element("td", {}, skips.map(([cause, counts]) => `${counts[cell]} ${cause}`).join(", ") || "0"));
@@ -537,6 +631,7 @@
       this.canvas = $("canvas", figure);
       this.labels = $(".labels", figure);
       this.readout = $(".readout", figure);
+      this.steps = $(".steps", figure);
       this.details = $("details", figure);
       this.cell = null;
       this.canvas.addEventListener("pointermove", (event) => {
@@ -564,12 +659,18 @@
       const note = $(".note", this.figure);
       note.textContent = heat.hidden > 0 ? `${whole(heat.hidden)} tensors that are farther from the ends of the range are not shown.` : "";
       this.draw();
+      this.drawSteps();
       this.fillTable();
     }
 
     value(column, row) {
       const stored = this.values[row * this.columns + column];
       return stored === MISSING ? null : stored / 100;
+    }
+
+    redraw() {
+      this.draw();
+      if (this.heat) this.drawSteps();
     }
 
     draw() {
@@ -613,6 +714,19 @@
         context.lineWidth = 2;
         context.strokeRect(column * width / this.columns - 1, row * ROW, width / this.columns + 2, ROW - 1);
       }
+    }
+
+    // The axis of the steps: as many labels as there is room for, each under its column.
+    drawSteps() {
+      const outer = this.steps.getBoundingClientRect(), inner = this.canvas.getBoundingClientRect();
+      const most = Math.max(2, Math.min(this.columns, Math.floor(inner.width / 90)));
+      const columns = [...new Set(Array.from({ length: most }, (_, i) => Math.round(i * (this.columns - 1) / Math.max(1, most - 1))))];
+      this.steps.replaceChildren(...columns.map((column, i) => {
+        const label = element("span", {}, `${i ? "" : "step "}${whole(this.heat.first[column])}`);
+        label.style.left = `${inner.left - outer.left + (column + 0.5) / this.columns * inner.width}px`;
+        label.className = i === 0 ? "first" : i === columns.length - 1 ? "last" : "";
+        return label;
+      }));
     }
 
     point(column, row, aloud = false) {
@@ -786,7 +900,7 @@
         return row;
       });
       body.replaceChildren(...rows);
-      $("#zeros").textContent = size
+      $("#zeros").textContent = zeros
         ? `${percent(zeros / size)} of ${whole(size)} numbers were stored as zero. The picture cannot say which of them a higher scale would bring back.`
         : "";
     }
@@ -811,6 +925,19 @@
       const index = Number(key.dataset.run);
       key.replaceChildren(svg("svg", { viewBox: "0 0 28 8", width: 28, height: 8, "aria-hidden": "true" },
         svg("line", { class: `run-line run-${index % 6}`, x1: 0, x2: 28, y1: 4, y2: 4, "stroke-dasharray": DASHES[index % DASHES.length].join(" ") })));
+    }
+  }
+
+  // Tables that are wider than the window say so, and can be scrolled with the keyboard.
+  function hintAtWideTables() {
+    for (const table of document.querySelectorAll(".table.whole")) {
+      const isWide = table.scrollWidth > table.clientWidth + 1;
+      if (isWide && !table.nextElementSibling?.matches(".scroll-hint")) {
+        table.after(element("p", { class: "sub scroll-hint" }, "The table goes on to the right: scroll it sideways."));
+      }
+      table.classList.toggle("wide", isWide);
+      if (isWide) table.setAttribute("tabindex", "0");
+      else table.removeAttribute("tabindex");
     }
   }
 
@@ -848,12 +975,16 @@
     };
     chooser?.addEventListener("change", showTensors);
     Promise.all([showTensors(), showRange(firstStep, lastStep)])
-      .then(() => { document.documentElement.dataset.ready = "yes"; });
+      .then(() => {
+        hintAtWideTables();
+        document.documentElement.dataset.ready = "yes";
+      });
 
     const redraw = () => {
       for (const chart of charts) chart.shape = null;
       drawCharts();
-      for (const map of maps) map.draw();
+      for (const map of maps) map.redraw();
+      hintAtWideTables();
       histogram.draw();
     };
     let width = document.body.clientWidth;
