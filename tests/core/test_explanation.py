@@ -36,19 +36,29 @@ def test_the_helping_scale_is_the_largest_one_that_was_finite():
     seen = replace(SEEN, trials=trials)
     assert seen.helping_scale == 16.0
     assert seen.lower_scale_helps is True
-    assert "at a scale of 16, and not at 64" in str(seen)
+    assert "finite gradients at a scale of 16, and not at 64:" in str(seen)
     assert seen.advice == "Lower the scale to 16 or below."
 
 
 def test_without_a_trial_it_is_not_known_whether_a_lower_scale_helps():
     assert SEEN.lower_scale_helps is None
     assert "ower scale" not in str(SEEN)
+    assert SEEN.advice == "The scale is probably too high."
 
 
 def test_no_scale_helps_a_loss_that_is_not_finite():
-    seen = replace(SEEN, loss_finite=False)
+    first = replace(FOUND, direction="forward", role="output")
+    seen = replace(SEEN, loss_finite=False, first=first)
     assert seen.lower_scale_helps is False
-    assert "No scale can help" in str(seen)
+    assert "No scale helps: the loss is not finite even unscaled." in str(seen)
+
+
+def test_trials_decide_about_a_loss_that_is_made_of_gradients():
+    seen = replace(SEEN, loss_finite=False)
+    assert seen.lower_scale_helps is None
+    assert "No scale" not in str(seen)
+    assert replace(seen, trials=(Trial(4.0, True),)).lower_scale_helps is True
+    assert replace(seen, trials=(Trial(4.0, False),)).lower_scale_helps is False
 
 
 def test_a_finite_batch_asks_for_nothing():

@@ -4,6 +4,7 @@ import math
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -33,8 +34,9 @@ class Training:
         self.texts = []
 
     def step(self, value=math.nan):
-        batch = torch.ones(3, 4)
-        batch[0, 0] = value
+        numbers = np.ones((3, 4), np.float32)
+        numbers[0, 0] = value
+        batch = torch.from_numpy(numbers)
         self.optimizer.zero_grad()
         self.scaler.scale(self.model(batch).mean()).backward()
         self.scaler.step(self.optimizer)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations that were evaluated, and the way back to the first that failed.
+"""Operations that were evaluated one by one, and what is said of them.
 
-Frameworks whose operations are evaluated one by one fill it in. Imports the core only.
+Frameworks that evaluate a program this way fill it in. Imports the core only.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lossscale.core.explanation.findings import Finding
+from lossscale.core.explanation.kinds import Kind
 from lossscale.core.explanation.origins import Origin
 from lossscale.core.headroom import LARGEST
 
@@ -24,21 +25,6 @@ class Place(NamedTuple):
     module_type: str | None = None
     line: str | None = None
     """The line of the user's code, such as "model.py:12"."""
-
-
-class Kind(NamedTuple):
-    """What a tensor has that is not finite."""
-
-    nan: bool
-    plus: bool
-    """Whether it has +inf."""
-    minus: bool
-    """Whether it has -inf."""
-
-    @property
-    def is_mask(self) -> bool:
-        """Whether it has -inf only, as the masks of attention have on purpose."""
-        return self.minus and not self.plus and not self.nan
 
 
 @dataclass(eq=False)
@@ -74,49 +60,6 @@ def mark_forward(loss: Node | None) -> None:
         if not node.forward:
             node.forward = True
             waiting += [parent for parent in node.parents if not parent.forward]
-
-
-def find_causes(results: Iterable[Node]) -> tuple[Node | None, Node | None]:
-    """Return where results first left their format, and where a NaN was made of it.
-
-    Only what reaches one of the results counts: the -inf of a mask that a softmax has
-    turned into zeros is not seen.
-
-    Args:
-        results: The results that are not finite.
-    """
-    makers = sorted(
-        (node for node in _list_ancestors(results) if node.origin is not None),
-        key=_index,
-    )
-    faults = [node for node in makers if not _is_mask(node)] or makers
-    if not faults:
-        return None, None
-    first = faults[0]
-    if first.kind is not None and first.kind.nan:
-        return first, None
-    of_nan = (node for node in makers if node.kind is not None and node.kind.nan)
-    return first, next((node for node in of_nan if node.index > first.index), None)
-
-
-def _list_ancestors(results: Iterable[Node]) -> set[Node]:
-    seen: set[Node] = set()
-    waiting = list(results)
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += node.bad_parents
-    return seen
-
-
-def _index(node: Node) -> int:
-    return node.index
-
-
-def _is_mask(node: Node) -> bool:
-    """Whether it is a constant of -inf, which masks have on purpose."""
-    return node.origin == "constant" and node.kind is not None and node.kind.is_mask
 
 
 def make_finding(

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from lossscale.core.explanation.evaluated import Kind, Node, Place
+from lossscale.core.explanation.evaluated import Node, Place
+from lossscale.core.explanation.kinds import Kind
 from lossscale.core.explanation.origins import Origin
 from lossscale.jax.explanation.control import CONTROL, find_inner
 from lossscale.jax.explanation.magnitudes import measure_wide

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lossscale.core.explanation.causes import find_causes
 from lossscale.core.explanation.evaluated import (
     Node,
     Place,
     find_bracket,
-    find_causes,
     make_finding,
     mark_forward,
 )

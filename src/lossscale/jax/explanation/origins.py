@@ -10,7 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from lossscale.core.explanation.evaluated import Kind, Node
+from lossscale.core.explanation.evaluated import Node
+from lossscale.core.explanation.kinds import Kind
 from lossscale.core.explanation.origins import Origin
 from lossscale.jax.explanation.values import Value
 

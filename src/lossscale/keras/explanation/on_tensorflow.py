@@ -6,10 +6,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from lossscale.core.explanation.causes import find_causes
 from lossscale.core.explanation.evaluated import (
     Node,
     find_bracket,
-    find_causes,
     make_finding,
     mark_forward,
 )

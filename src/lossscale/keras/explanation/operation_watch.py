@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_callbacks
 
-from lossscale.core.explanation.evaluated import Kind, Node, Place
+from lossscale.core.explanation.evaluated import Node, Place
+from lossscale.core.explanation.kinds import Kind
 from lossscale.keras.explanation.layer_scopes import LayerScopes
 from lossscale.keras.explanation.tensorflow_origins import (
     find_origin,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lossscale.core.explanation.evaluated import Kind
+from lossscale.core.explanation.kinds import Kind
 from lossscale.core.explanation.origins import Origin
 
 
