@@ -92,7 +92,7 @@ class OperatorWatch(TorchDispatchMode):
                 self._trail.forget(address_of(tensor))
         elif not has_known_results(func):
             written = results
-            if is_mutable(func) and not tree_flatten(results)[0]:
+            if is_mutable(func) and not tensors_in(results):
                 written = written_tensors(func, args, kwargs)
             try:
                 with torch.no_grad():
@@ -128,8 +128,6 @@ class OperatorWatch(TorchDispatchMode):
         is_backward: bool,
     ) -> None:
         """Record an event if a result is not finite."""
-        if func.__name__.startswith("all_gather_copy_in"):
-            self._trail.note_gathered(tensors_in(results))
         event: Event | None = None
         for index, tensor in enumerate(tree_flatten(results)[0]):
             if not isinstance(tensor, torch.Tensor):
@@ -146,6 +144,8 @@ class OperatorWatch(TorchDispatchMode):
                     func, inputs, tensor, kind, index, node, is_backward=is_backward
                 )
             self._trail.keep(event, address)
+        if func.__name__.startswith("all_gather_copy_in"):
+            self._trail.note_gathered(tensors_in(results))
 
     def _record(
         self,
