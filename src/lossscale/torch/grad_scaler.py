@@ -438,6 +438,7 @@ class GradScaler(torch.amp.GradScaler):
             >>> x.grad / scaler.get_scale()
             tensor(30.)
         """
+        self._history.has_penalties = True
         grads = torch.autograd.grad(
             super().scale(outputs),
             inputs,
@@ -497,6 +498,8 @@ class GradScaler(torch.amp.GradScaler):
 
         known = self._options.model
         model = known() if module is None and known is not None else module
+        if model is None and known is not None:
+            raise SettingError(options.MODEL_IS_GONE)
         scale = self.get_scale() if self._enabled else 1.0
         return explain(step_function, model, self, scale, self._options.rank_groups)
 

@@ -165,6 +165,15 @@ explain.
         return not self.finite and (self.loss_finite is not False or is_of_gradients)
 
     @property
+    def is_backward_overflow(self) -> bool:
+        """Whether it was a gradient that first left its format, by its size."""
+        first = self.first
+        return first is not None and (first.origin, first.direction) == (
+            "overflow",
+            "backward",
+        )
+
+    @property
     def lower_scale_helps(self) -> bool | None:
         """Whether a lower scale gives finite gradients; `None` if it is not known.
 

@@ -61,7 +61,7 @@ def advise(seen: Explanation) -> str:
     is_given = found.origin in GIVEN and found.origin != "another rank"
     if seen.helping_scale is not None and not is_given:
         return f"Lower the scale to {format_number(seen.helping_scale)} or below."
-    if found.origin == "overflow" and found.direction == "backward":
+    if seen.is_backward_overflow:
         return _advise_on_gradients(seen)
     return _advise_against(found)
 

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from lossscale.torch.scaler.report import StepReport
 
 _NOT_TRIED = "Lower scales were not tried: scaler.explain(step_function) does that."
+_STILL_LOWERED = (
+    "It is still being lowered; scaler.explain(step_function) tries lower scales at "
+    "once."
+)
 
 
 def watch_next_batch(scaler: "ref[GradScaler]", model: "ref[torch.nn.Module]") -> None:
@@ -97,7 +101,10 @@ class BatchWatch:
         count = self._watch.losses
         seen = conclude(self._names, self._gradients, self._losses, count, scale, notes)
         if seen.may_depend_on_scale:
-            seen = replace(seen, notes=(_NOT_TRIED, *seen.notes))
+            note = _NOT_TRIED
+            if seen.is_backward_overflow and self._scaler.get_scale() < scale:
+                note = _STILL_LOWERED
+            seen = replace(seen, notes=(note, *seen.notes))
         # Every rank speaks for itself: a collective here could wait for ever.
         return replace(
             seen, rank=torch.distributed.get_rank() if is_running() else None

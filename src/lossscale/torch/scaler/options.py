@@ -126,6 +126,13 @@ def check_on_collapse(on_collapse: object, module: object) -> None:
         raise SettingError(message)
 
 
+MODEL_IS_GONE = (
+    "explain() needs the model, and the one that the scaler was made with is gone: the "
+    "scaler keeps no model alive. Keep a reference to it: models = "
+    "nn.ModuleList([generator, discriminator]), then GradScaler(module=models)."
+)
+
+
 def make_alarm(
     on_collapse: str, scaler: "GradScaler", model: "ref[torch.nn.Module] | None"
 ) -> Callable[[], None] | None:
