@@ -4,7 +4,7 @@
 Frameworks that evaluate a program this way fill it in. Imports the core only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,6 +45,9 @@ class Node:
     origin: Origin | None = None
     """What the operation did, where the result is worse than what it read."""
     magnitude: float | None = None
+    lost_epsilon: float | None = None
+    """A number that was added to its result, or to what that is made of, and that is 0
+    in the format; 0 if it is not known which."""
     argument: str | None = None
     """The name of the argument, if it is one."""
     is_parameter: bool = False
@@ -91,12 +94,18 @@ def make_finding(
         "operation": node.operation,
         "magnitude": node.magnitude,
         "largest": LARGEST_OF.get(node.dtype or ""),
+        "lost_epsilon": node.lost_epsilon,
     }
     if node.forward:
         role: Any = "loss" if loss is node else "intermediate"
         return Finding(direction="forward", role=role, **values)
     role = "intermediate gradient" if name is None else "parameter gradient"
     return Finding(direction="backward", role=role, **values)
+
+
+def has_modules(nodes: Iterable[Node]) -> bool:
+    """Whether operations were in named modules: a plain function has none."""
+    return any(node.place.module is not None for node in nodes)
 
 
 def find_bracket(gradients: Mapping[str, Node]) -> tuple[str | None, str | None]:

@@ -79,26 +79,31 @@ def _advise_on_gradients(seen: Explanation) -> str:
 
 def _advise_against(found: Finding) -> str:
     """Return what helps against a cause that is not the scale."""
-    if found.origin == "overflow" and found.dtype == "float16":
+    if found.origin in ("overflow", "inf - inf") and found.dtype == "float16":
         what = "weights" if found.role == "parameter" else "inputs"
         return (
             f"Compute {_name_place(found)} in float32 or bfloat16, or make its {what} "
             "smaller."
         )
+    if found.lost_epsilon is not None:
+        return _advise_on_epsilon(found, found.lost_epsilon)
     if found.origin in _DIVISIONS:
         return _advise_on_division(found)
     return _ADVICE.get(found.origin, "")
 
 
+def _advise_on_epsilon(found: Finding, epsilon: float) -> str:
+    """Return what helps if what was added against this is 0 in the format."""
+    number = f"{epsilon:g}".replace("e-0", "e-") if epsilon else "number"
+    smallest = _SMALLEST.get(found.dtype or "", "larger")
+    return (
+        f"The {number} that is added against this is 0 in {found.dtype}, whose "
+        f"smallest number is {smallest}: add a larger one, or compute this in float32."
+    )
+
+
 def _advise_on_division(found: Finding) -> str:
     """Return what helps against a division by 0."""
-    if found.lost_epsilon is not None:
-        number = f" {found.lost_epsilon:g}" if found.lost_epsilon else ""
-        return (
-            f"The number{number} that is added against this is 0 in {found.dtype}, "
-            f"whose smallest number is {_SMALLEST.get(found.dtype or '', 'larger')}: "
-            "add a larger one, or compute this in float32."
-        )
     operation = found.operation or ""
     if operation.startswith("nll_loss"):
         return (

@@ -47,6 +47,7 @@ def describe(
         magnitude=event.magnitude,
         largest=event.largest,
         line=None if event.site is None else event.site.line,
+        lost_epsilon=event.lost_epsilon,
     )
     if count.count > 1:
         number = min(event.loss, count.count - 1)

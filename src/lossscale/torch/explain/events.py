@@ -48,3 +48,5 @@ class Event:
     dtype: str | None = None
     magnitude: float | None = None
     largest: float | None = None
+    lost_epsilon: float | None = None
+    """A number that was added to what it divided by, and that is 0 in the format."""

@@ -8,6 +8,8 @@ has been noted.
 """
 
 import contextlib
+import linecache
+import re
 import sys
 import threading
 from bisect import bisect_right
@@ -31,13 +33,28 @@ if TYPE_CHECKING:
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Parts of names that wrappers put in: torch.compile, checkpointing, FSDP1."""
 
+_TORCH = Path(torch.__file__).parent
+_KERAS = str(_TORCH.parent / "keras")
 _LIBRARIES = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parent.parent),
+    str(_TORCH),
+    _KERAS,
+    str(Path(__file__).parent.parent.parent),
     str(Path(contextlib.__file__)),
     "<frozen",
 )
 """Where code is not the user's."""
+
+_EXPLAINER = str(Path(__file__).with_name("explainer.py"))
+
+_DISPATCH = (
+    str(Path(__file__).parent),
+    *(str(_TORCH / name) for name in ("_ops.py", "_compile.py", "_dynamo")),
+    str(_TORCH / "utils" / "_python_dispatch.py"),
+)
+"""Code between an operator and the one who called it."""
+
+_CAST = re.compile(r"\.(to|half|bfloat16|type|type_as|float)\(")
+"""A line that casts a tensor."""
 
 
 _CASTS = ("ToCopyBackward0", "TBackward0", "ViewBackward0", "UnsafeViewBackward0")
@@ -199,11 +216,27 @@ class ModuleTracker:
                 return True
         return False
 
+    def is_users_cast(self) -> bool:
+        """Whether the user's code asked for the cast that runs now, not autocast."""
+        frame: FrameType | None = sys._getframe()  # noqa: SLF001
+        while frame is not None and frame.f_code.co_filename.startswith(_DISPATCH):
+            frame = frame.f_back
+        if frame is None or frame.f_code.co_filename.startswith(_KERAS):
+            return False  # Keras casts what a layer reads, as autocast does
+        nesting = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        if nesting == 0:
+            return True
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        return _CAST.search(line) is not None
+
     def _line_of_caller(self) -> str | None:
         """Return the innermost line that is not torch's, nor ours."""
         frame: FrameType | None = sys._getframe()  # noqa: SLF001
         while frame is not None:
             code = frame.f_code
+            if code.co_filename == _EXPLAINER:
+                return None  # what called explain() did not run the operator
             if code not in self._is_users:
                 self._is_users[code] = not code.co_filename.startswith(_LIBRARIES)
             if self._is_users[code]:

@@ -15,6 +15,7 @@ from lossscale.core.explanation.kinds import Kind
 from lossscale.core.explanation.origins import Origin
 from lossscale.core.headroom import LARGEST
 from lossscale.torch.explain import magnitudes
+from lossscale.torch.explain.epsilons import LostEpsilons
 from lossscale.torch.explain.events import Event, Site
 from lossscale.torch.explain.kinds import address_of, covers_storage, kind_of
 from lossscale.torch.explain.losses import LossCount
@@ -43,6 +44,7 @@ class OperatorWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.losses = LossCount()
         self._trail = Trail(model, names)
+        self._epsilons = LostEpsilons()
         self._unread: set[str] = set()
         """Operators whose results could not be read."""
         self._names = names
@@ -138,6 +140,7 @@ class OperatorWatch(TorchDispatchMode):
                 # A part of the storage may still hold what another operator wrote.
                 if not is_mutable(func) or covers_storage(tensor):
                     self._trail.forget(address)
+                self._epsilons.note(plain_name(func), inputs, tensor, address)
                 continue
             if event is None:
                 event = self._record(
@@ -174,6 +177,8 @@ class OperatorWatch(TorchDispatchMode):
             parents.append(before)  # of the rest of the storage
         origin: Origin | None = None
         magnitude = None
+        dtype = _name_dtype(result)
+        largest = LARGEST.get(dtype)
         if kind.nan and name == "sub" and any(map(_is_masked_row, parents)):
             origin = "row of -inf"
         elif not given or (kind.nan and not any(one.kind.nan for one in given)):
@@ -184,7 +189,7 @@ class OperatorWatch(TorchDispatchMode):
                 magnitude = magnitudes.measure_wide(
                     func, inputs.args, inputs.kwargs, index
                 )
-                origin = _judge(origin, name, kind, magnitude)
+                origin = _judge(origin, name, kind, magnitude, largest or 0.0)
         event = Event(
             len(self._trail.events),
             name,
@@ -197,16 +202,18 @@ class OperatorWatch(TorchDispatchMode):
             is_backward=is_backward,
             is_passive=name in _PASSIVE,
             loss=moment.loss,
-            dtype=_name_dtype(result),
-            largest=LARGEST.get(_name_dtype(result)),
+            dtype=dtype,
+            largest=largest,
         )
         if origin == "overflow":
-            is_known = magnitude is not None and magnitude > (event.largest or 0.0)
+            is_known = magnitude is not None and magnitude > (largest or 0.0)
             event.magnitude = magnitude if is_known else None
+        if origin in ("division by zero", "0 / 0", "log of 0"):
+            event.lost_epsilon = self._epsilons.find(name, inputs)
         if is_backward:
             is_input = self._tracker.leaves_module(node, site)
             event.role = "input gradient" if is_input else "intermediate gradient"
-        elif name == "to":
+        elif name == "to" and not self._tracker.is_users_cast():
             self._describe_cast(event, inputs)
         self._trail.events.append(event)
         return event
@@ -251,10 +258,13 @@ def _is_masked_row(event: Event) -> bool:
     return event.operation in ("amax", "max") and event.kind.is_mask
 
 
-def _judge(origin: Origin, name: str, kind: Kind, magnitude: float | None) -> Origin:
+def _judge(
+    origin: Origin, name: str, kind: Kind, magnitude: float | None, largest: float
+) -> Origin:
     """Return the origin, now that it is known what float64 gives."""
     is_finite = magnitude is not None and magnitude < float("inf")
-    if kind.nan:  # no single number that was too large
+    if kind.nan and not (is_finite and magnitude is not None and magnitude > largest):
+        # Sums that overflowed in both directions on the way.
         return "inf - inf" if is_finite and name in _SUMMING else origin
     return "overflow" if is_finite or name in _GROWING else origin
 
