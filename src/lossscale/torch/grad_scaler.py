@@ -21,7 +21,7 @@ from lossscale.core.explanation import Explanation
 from lossscale.core.policies import Fixed, Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
-from lossscale.errors import LossScaleError
+from lossscale.errors import LossScaleError, SettingError
 from lossscale.torch.attributes import computed
 from lossscale.torch.calls import warn_caller
 from lossscale.torch.devices import uncompiled
@@ -421,6 +421,7 @@ class GradScaler(torch.amp.GradScaler):
             >>> x.grad / scaler.get_scale()
             tensor(30.)
         """
+        self._history.has_penalties = True
         grads = torch.autograd.grad(
             super().scale(outputs),
             inputs,
@@ -480,6 +481,8 @@ class GradScaler(torch.amp.GradScaler):
 
         known = self._options.model
         model = known() if module is None and known is not None else module
+        if model is None and known is not None:
+            raise SettingError(options.MODEL_IS_GONE)
         scale = self.get_scale() if self._enabled else 1.0
         return explain(step_function, model, self, scale, self._options.rank_groups)
 

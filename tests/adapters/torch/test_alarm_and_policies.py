@@ -42,7 +42,7 @@ def test_after_many_skips_it_warns_once_and_says_what_was_seen():
     text = str(caught[0].message)
     for part in (
         "4 consecutive steps were skipped",
-        "Scales: 64, 32, 16, 8.",
+        "Scales: 64; 32; 16; 8.",
         "Reasons: 3 inf, 1 nan.",
         "head (inf)",
         "gradients may be overflowing because of the scale",

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a batch was not finite: what was seen as data, and the same in sentences.
 
-evaluated.py  operations that were evaluated as nodes, and the way back to a fault
+kinds.py      what a tensor has that is not finite
+causes.py     from what was not finite at the end to the first cause
+evaluated.py  operations that were evaluated as nodes
 trials.py     which lower scales to try
 findings.py   Finding, Trial, Explanation: frozen data that every framework fills in
 origins.py    how a number that is not finite comes about, by name

@@ -2,17 +2,19 @@
 """`explain`: evaluates one batch equation by equation, and says what failed first."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lossscale.core.explanation.causes import find_causes
 from lossscale.core.explanation.evaluated import (
-    Location,
     Node,
+    Place,
     find_bracket,
-    find_causes,
+    has_modules,
     make_finding,
     mark_forward,
 )
@@ -129,18 +131,21 @@ def explain_program(
         for leaf, name, flag in zip(leaves, names, parameters, strict=True)
     ]
     count = len(jax.tree.leaves(shapes[0]))
-    results = evaluation.run_closed(closed, inputs, Location())
+    results = evaluation.run_closed(closed, inputs, Place())
     loss = results[0]
     paths = [
         jax.tree_util.keystr(path)
         for path, _ in jax.tree_util.tree_flatten_with_path(shapes[1])[0]
     ]
-    named_values = zip(gradient_names or paths, results[count:], strict=True)
-    gradients = {
-        name: value.node for name, value in named_values if value.node is not None
-    }
+    named = zip(gradient_names or paths, results[count:], strict=True)
+    gradients = {name: value.node for name, value in named if value.node is not None}
     mark_forward(loss.node)
-    return _explain_results(scale, loss, gradients, jax.jit(run), leaves)
+    seen = _explain_results(scale, loss, gradients, jax.jit(run), leaves)
+    if has_modules(evaluation.nodes):
+        return seen
+    found = seen.first, seen.first_nan
+    first, first_nan = (one and replace(one, has_model=False) for one in found)
+    return replace(seen, first=first, first_nan=first_nan)
 
 
 def _explain_results(
@@ -158,12 +163,12 @@ def _explain_results(
     notes: tuple[str, ...] = ()
     if finite != compiled_finite:
         notes = (_COMPILED_ONLY if finite else _INTERPRETED_ONLY,)
-    causes = find_causes(bad)
-    first, first_nan = (make_finding(node, loss.node, gradients) for node in causes)
+    found = find_causes(bad)
+    first, first_nan = (make_finding(node, loss.node, gradients) for node in found)
     last_good, first_bad = find_bracket(gradients)
     trials = []
-    is_input = first is not None and first.direction == "given"
-    if bad and loss.kind is None and not is_input:
+    given = first is not None and first.direction == "given"
+    if bad and loss.kind is None and not given:
         ratio = first.ratio if first is not None else None
         for lower in scales_to_try(scale, ratio):
             trials.append(Trial(lower, _is_finite_at(lower, compiled, leaves)))
@@ -239,15 +244,13 @@ class _Program:
         self._fun, self._argnums, self._has_aux = fun, argnums, has_aux
         pairs, self._structure = jax.tree_util.tree_flatten_with_path((args, kwargs))
         self._static = [None if _is_array(leaf) else leaf for _, leaf in pairs]
-        self._array_indices = [
-            i for i, (_, leaf) in enumerate(pairs) if _is_array(leaf)
-        ]
-        self.leaves: list[PyTree] = [pairs[i][1] for i in self._array_indices]
+        self._places = [i for i, (_, leaf) in enumerate(pairs) if _is_array(leaf)]
+        self.leaves: list[PyTree] = [pairs[i][1] for i in self._places]
         if any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves):
             raise ContextError(_TRACED)
         chosen = {argnums} if isinstance(argnums, int) else set(argnums)
         chosen = {position % max(1, len(args)) for position in chosen}
-        paths = [pairs[i][0] for i in self._array_indices]
+        paths = [pairs[i][0] for i in self._places]
         self.parameters = [
             path[0].idx == 0 and path[1].idx in chosen and is_differentiable(leaf)
             for path, leaf in zip(paths, self.leaves, strict=True)
@@ -267,10 +270,10 @@ class _Program:
 
     def run(self, scale: Any, leaves: list[Any]) -> tuple[Any, PyTree]:
         """Return the unscaled loss and the scaled gradients."""
-        all_leaves = list(self._static)
-        for index, leaf in zip(self._array_indices, leaves, strict=True):
-            all_leaves[index] = leaf
-        args, kwargs = jax.tree_util.tree_unflatten(self._structure, all_leaves)
+        everything = list(self._static)
+        for place, leaf in zip(self._places, leaves, strict=True):
+            everything[place] = leaf
+        args, kwargs = jax.tree_util.tree_unflatten(self._structure, everything)
         state = ScaleState(scale, jnp.int32(0), jnp.int32(0))
         value, grads = differentiate_scaled(
             self._fun, state, args, kwargs, argnums=self._argnums, has_aux=self._has_aux
@@ -285,7 +288,7 @@ def _is_array(leaf: Any) -> bool:
 
 def _name_argument(path: Any, *, single: bool) -> str:
     """Return the name of an argument's leaf, as the gradient's key path has it."""
-    suffix = jax.tree_util.keystr(path[2:])
+    rest = jax.tree_util.keystr(path[2:])
     if path[0].idx == 1:
-        return f"{path[1].key}{suffix}"
-    return suffix if single and suffix else f"argument {path[1].idx}{suffix}"
+        return f"{path[1].key}{rest}"
+    return rest if single and rest else f"argument {path[1].idx}{rest}"

@@ -26,10 +26,10 @@ def measure_wide(eqn: Any, arrays: Sequence[Any]) -> float | None:
     largest = LARGEST_OF.get(dtype)
     if largest is None or dtype == "float64":
         return None
-    wide_dtype = jnp.float64 if dtype in ("float32", "bfloat16") else jnp.float32
+    wide = jnp.float64 if dtype in ("float32", "bfloat16") else jnp.float32
     try:
         with _enable_x64():
-            result = _evaluate(eqn, arrays, wide_dtype)
+            result = _evaluate(eqn, arrays, wide)
             magnitude = float(jnp.max(jnp.abs(result)))
     except Exception:  # noqa: BLE001  # a primitive may refuse another dtype in any way
         return None
@@ -46,18 +46,16 @@ def _enable_x64() -> AbstractContextManager[Any]:
     return context
 
 
-def _evaluate(eqn: Any, arrays: Sequence[Any], wide_dtype: Any) -> Any:
+def _evaluate(eqn: Any, arrays: Sequence[Any], wide: Any) -> Any:
     if eqn.primitive.name == "convert_element_type":
-        return jnp.asarray(arrays[0]).astype(wide_dtype)
+        return jnp.asarray(arrays[0]).astype(wide)
     inputs = [
-        jnp.asarray(a).astype(wide_dtype)
-        if jnp.issubdtype(a.dtype, jnp.floating)
-        else a
+        jnp.asarray(a).astype(wide) if jnp.issubdtype(a.dtype, jnp.floating) else a
         for a in map(jnp.asarray, arrays)
     ]
     params = dict(eqn.params)
     for name in ("preferred_element_type", "out_dtype", "accum_dtype"):
         if params.get(name) is not None:
-            params[name] = jnp.dtype(wide_dtype)
+            params[name] = jnp.dtype(wide)
     result = eqn.primitive.bind(*inputs, **params)
     return result[0] if eqn.primitive.multiple_results else result

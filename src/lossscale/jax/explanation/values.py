@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core.explanation.evaluated import Kind, Node
+from lossscale.core.explanation.evaluated import Node
+from lossscale.core.explanation.kinds import Kind
 
 
 def kind_of(array: Any) -> Kind | None:
@@ -19,10 +20,10 @@ def kind_of(array: Any) -> Kind | None:
     if not jnp.issubdtype(dtype, jnp.inexact) or not jnp.size(array):
         return None
     if jnp.size(array) <= _SMALL:
-        numbers = _find_flags_of_few(np.asarray(array))
+        found = _find_flags_of_few(np.asarray(array))
     else:
-        numbers = jax.device_get(_find_flags(array))
-    flags = Kind(*(bool(flag) for flag in numbers))
+        found = jax.device_get(_find_flags(array))
+    flags = Kind(*(bool(flag) for flag in found))
     return flags if any(flags) else None
 
 

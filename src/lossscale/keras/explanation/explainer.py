@@ -80,17 +80,20 @@ def explain(
     number = check_scale("scale", number)
     backend = keras.backend.backend()
     module = importlib.import_module(f"lossscale.keras.explanation.on_{backend}")
-    saved = KeptVariables(model)
+    kept = KeptVariables(model)
     try:
-        explanation: Explanation = module.explain(
-            model, (x, y, sample_weight), number, saved
-        )
+        seen: Explanation = module.explain(model, (x, y, sample_weight), number, kept)
     finally:
-        saved.restore()
-    return explanation
+        kept.restore()
+    return seen
 
 
 def _read_scale(optimizer: Any) -> float:
-    """Return the scale that an optimizer has now; 1 if it does not scale."""
+    """Return the scale that an optimizer has now; 1 if it does not scale.
+
+    Before the first batch it is the one to start with, of which there is no variable.
+    """
     scale = getattr(optimizer, "dynamic_scale", None)
-    return 1.0 if scale is None else float(to_host(scale.value))
+    if scale is None:
+        return float(getattr(optimizer, "initial_scale", 1.0))
+    return float(to_host(scale.value))

@@ -6,13 +6,14 @@ comes out of it passes an identity, whose derivative says in the backward pass t
 layer is entered or left.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from lossscale.core.explanation.evaluated import Location
+from lossscale.core.explanation.evaluated import Place
 
 
 class LayerScopes:
@@ -22,8 +23,8 @@ class LayerScopes:
         """Prepare; nothing is replaced yet."""
         layers = model._flatten_layers(include_self=False)  # noqa: SLF001  # Keras's own
         self._layers = [layer for layer in layers if "call" not in vars(layer)]
-        self._stack: list[Location] = []
-        self.current = Location()
+        self._stack: list[Place] = []
+        self.current = Place()
         """Where the operation is that runs now."""
 
     def __enter__(self) -> "LayerScopes":  # noqa: PYI034  # Python 3.10 has no Self
@@ -37,25 +38,30 @@ class LayerScopes:
         for layer in self._layers:
             del vars(layer)["call"]
 
-    def _wrap(self, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-        location = Location(layer.path or layer.name, type(layer).__name__)
+    @contextmanager
+    def within(self, layer: Any) -> Iterator[None]:
+        """Return a context in which operations outside other layers are of this one."""
+        outer, self.current = self.current, _place_of(layer)
+        try:
+            yield
+        finally:
+            self.current = outer
 
-        def call_in_scope(*args: Any, **kwargs: Any) -> Any:
+    def _wrap(self, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+        own = _place_of(layer)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
             outer = self.current
-            self.current = location
-            args = keras.tree.map_structure(
-                lambda x: self._mark(x, location, outer), args
-            )
+            self.current = own
+            args = keras.tree.map_structure(lambda x: self._mark(x, own, outer), args)
             result = call(*args, **kwargs)
-            result = keras.tree.map_structure(
-                lambda x: self._mark(x, location, location), result
-            )
+            result = keras.tree.map_structure(lambda x: self._mark(x, own, own), result)
             self.current = outer
             return result
 
-        return call_in_scope
+        return wrapped
 
-    def _mark(self, value: Any, within: Location, after: Location) -> Any:
+    def _mark(self, value: Any, within: Place, after: Place) -> Any:
         """Return a tensor whose gradient says where the backward pass is.
 
         Args:
@@ -77,3 +83,7 @@ class LayerScopes:
             return tf.identity(x), pass_on
 
         return identity(value)
+
+
+def _place_of(layer: Any) -> Place:
+    return Place(layer.path or layer.name, type(layer).__name__)

@@ -17,10 +17,10 @@ from lossscale.keras.explanation.variables import KeptVariables
 
 
 def explain(
-    model: Any, batch: tuple[Any, Any, Any], scale: float, saved: KeptVariables
+    model: Any, batch: tuple[Any, Any, Any], scale: float, kept: KeptVariables
 ) -> Explanation:
     """Return why a batch was not finite."""
-    del saved  # nothing is assigned
+    del kept  # nothing is assigned
     lists = (
         model.trainable_variables,
         model.non_trainable_variables,
@@ -36,29 +36,27 @@ def explain(
 
     def run(scale: Any, leaves: list[Any]) -> tuple[Any, Any]:
         trainable = leaves[: counts[0]]
-        non_trainable = leaves[counts[0] : counts[0] + counts[1]]
+        others = leaves[counts[0] : counts[0] + counts[1]]
         metrics = leaves[counts[0] + counts[1] : sum(counts)]
         x, y, sample_weight = jax.tree.unflatten(structure, leaves[sum(counts) :])
 
-        def compute_scaled_loss(trainable: list[Any]) -> tuple[Any, Any]:
+        def scaled(trainable: list[Any]) -> tuple[Any, Any]:
             loss, _ = model.compute_loss_and_updates(
-                *(trainable, non_trainable, metrics, x, y, sample_weight),
+                *(trainable, others, metrics, x, y, sample_weight),
                 training=True,
                 # Without an optimizer's variables the loss is not scaled, so that it is
                 # scaled here, by a scale that can be lowered.
                 optimizer_variables=None,
             )
-            upcast_loss = loss if loss.dtype == np.float64 else loss.astype(np.float32)
-            return upcast_loss * scale.astype(upcast_loss.dtype), loss
+            wide = loss if loss.dtype == np.float64 else loss.astype(np.float32)
+            return wide * scale.astype(wide.dtype), loss
 
         with _WithoutOptimizer(model):
-            (_, loss), grads = jax.value_and_grad(compute_scaled_loss, has_aux=True)(
-                trainable
-            )
+            (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(trainable)
         return loss, grads
 
     flags = [index < counts[0] for index in range(len(names))]
-    explanation = explain_program(
+    seen = explain_program(
         run,
         scale,
         [*values, *data],
@@ -68,23 +66,31 @@ def explain(
     )
     layers = {layer.name: layer for layer in model._flatten_layers()}  # noqa: SLF001
     return replace(
-        explanation,
-        first=_name_layer(explanation.first, layers),
-        first_nan=_name_layer(explanation.first_nan, layers),
+        seen,
+        first=_name_layer(seen.first, layers, model),
+        first_nan=_name_layer(seen.first_nan, layers, model),
     )
 
 
-def _name_layer(finding: Finding | None, layers: dict[str, Any]) -> Finding | None:
+def _name_layer(
+    found: Finding | None, layers: dict[str, Any], model: Any
+) -> Finding | None:
     """Return a finding with the layer of its innermost scope."""
-    if finding is None or finding.module is None:
-        return finding
-    scopes = finding.module.split("/")
+    if found is None or found.module is None:
+        return found
+    scopes = found.module.split("/")
     layer = next((layers[name] for name in scopes[::-1] if name in layers), None)
+    if layer is None and found.module in _BASES:
+        layer = model  # between its layers
     if layer is None:
-        return replace(finding, module_type=None)
+        return replace(found, module_type=None)
     return replace(
-        finding, module=layer.path or layer.name, module_type=type(layer).__name__
+        found, module=layer.path or layer.name, module_type=type(layer).__name__
     )
+
+
+_BASES = ("Layer", "Operation", "Functional", "Sequential", "Model")
+"""Classes of Keras that cast what a layer reads, before its scope begins."""
 
 
 class _WithoutOptimizer:

@@ -6,10 +6,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from lossscale.core.explanation.causes import find_causes
 from lossscale.core.explanation.evaluated import (
     Node,
     find_bracket,
-    find_causes,
     make_finding,
     mark_forward,
 )
@@ -24,20 +24,20 @@ _NAMES = ("x", "y", "sample_weight")
 
 
 def explain(
-    model: Any, batch: tuple[Any, Any, Any], scale: float, saved: KeptVariables
+    model: Any, batch: tuple[Any, Any, Any], scale: float, kept: KeptVariables
 ) -> Explanation:
     """Return why a batch was not finite."""
     batch = keras.tree.map_structure(_to_tensor, batch)
     with LayerScopes(model) as scopes:
         watch = OperationWatch(scopes, model.variables)
-        for name, value in zip(_NAMES, batch, strict=True):
-            leaves = keras.tree.flatten(value)
+        for name, part in zip(_NAMES, batch, strict=True):
+            leaves = keras.tree.flatten(part)
             for index, leaf in enumerate(leaves):
                 if leaf is not None:
                     label = name if len(leaves) == 1 else f"{name}[{index}]"
                     watch.add_argument(leaf, label)
         with watch:
-            loss, grads = _run(model, batch, scale)
+            loss, grads = _run(model, batch, scale, scopes)
     gradients = {
         variable.path: node
         for variable, grad in zip(model.trainable_variables, grads, strict=True)
@@ -45,14 +45,14 @@ def explain(
     }
     loss_node = watch.node_of(loss)
     mark_forward(loss_node)
-    return _explain_results(model, batch, scale, saved, (loss_node, gradients))
+    return _explain_results(model, batch, scale, kept, (loss_node, gradients))
 
 
 def _explain_results(
     model: Any,
     batch: Any,
     scale: float,
-    saved: KeptVariables,
+    kept: KeptVariables,
     results: tuple[Node | None, dict[str, Node]],
 ) -> Explanation:
     loss, gradients = results
@@ -60,13 +60,13 @@ def _explain_results(
     loss_finite = loss is None or loss.kind is None
     if loss is not None and not loss_finite:
         bad = [loss]
-    causes = find_causes(bad)
-    first, first_nan = (make_finding(node, loss, gradients) for node in causes)
+    found = find_causes(bad)
+    first, first_nan = (make_finding(node, loss, gradients) for node in found)
     trials = []
     if bad and loss_finite and (first is None or first.direction != "given"):
         for lower in scales_to_try(scale, None if first is None else first.ratio):
-            saved.restore()
-            _, grads = _run(model, batch, lower)
+            kept.restore()
+            _, grads = _run(model, batch, lower, LayerScopes(model))
             tensors = [_values_of(grad) for grad in grads if grad is not None]
             finite = all(kind_of(tensor) is None for tensor in tensors)
             trials.append(Trial(lower, finite))
@@ -85,11 +85,14 @@ def _explain_results(
     )
 
 
-def _run(model: Any, batch: Any, scale: float) -> tuple[Any, list[Any]]:
+def _run(
+    model: Any, batch: Any, scale: float, scopes: LayerScopes
+) -> tuple[Any, list[Any]]:
     """Return the unscaled loss and the scaled gradients."""
     x, y, sample_weight = batch
     with tf.GradientTape() as tape:
-        predicted = model(x, training=True)
+        with scopes.within(model):
+            predicted = model(x, training=True)
         loss = model.compute_loss(
             x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
         )

@@ -13,13 +13,13 @@ from lossscale.torch.grad_scaler import GradScaler
 
 
 def explain(
-    model: Any, batch: tuple[Any, Any, Any], scale: float, saved: KeptVariables
+    model: Any, batch: tuple[Any, Any, Any], scale: float, kept: KeptVariables
 ) -> Explanation:
     """Return why a batch was not finite."""
     x, y, sample_weight = keras.tree.map_structure(_to_tensor, batch)
 
     def run() -> Any:
-        saved.restore()  # of seeds and statistics, which each run moves
+        kept.restore()  # of seeds and statistics, which each run moves
         predicted = model(x, training=True)
         return model.compute_loss(
             x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
@@ -31,14 +31,14 @@ def explain(
     holder = torch.nn.Module()
     for index, layer in enumerate(model._flatten_layers()):  # noqa: SLF001
         holder.add_module(f"layer{index}", layer)
-    explanation = scaler.explain(run, module=holder)
+    seen = scaler.explain(run, module=holder)
     names = _list_names(holder, model.variables)
     return replace(
-        explanation,
-        first=_rename(explanation.first, names),
-        first_nan=_rename(explanation.first_nan, names),
-        last_finite_gradient=_look_up(explanation.last_finite_gradient, names),
-        first_nonfinite_gradient=_look_up(explanation.first_nonfinite_gradient, names),
+        seen,
+        first=_rename(seen.first, names),
+        first_nan=_rename(seen.first_nan, names),
+        last_finite_gradient=_look_up(seen.last_finite_gradient, names),
+        first_nonfinite_gradient=_look_up(seen.first_nonfinite_gradient, names),
     )
 
 
@@ -66,11 +66,11 @@ def _look_up(name: str | None, names: dict[str, str]) -> str | None:
     return None if name is None else names.get(name, name)
 
 
-def _rename(finding: Finding | None, names: dict[str, str]) -> Finding | None:
-    if finding is None:
+def _rename(found: Finding | None, names: dict[str, str]) -> Finding | None:
+    if found is None:
         return None
     return replace(
-        finding,
-        module=_look_up(finding.module, names),
-        tensor=_look_up(finding.tensor, names),
+        found,
+        module=_look_up(found.module, names),
+        tensor=_look_up(found.tensor, names),
     )

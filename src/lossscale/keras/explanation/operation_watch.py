@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_callbacks
 
-from lossscale.core.explanation.evaluated import Kind, Location, Node
+from lossscale.core.explanation.evaluated import Node, Place
+from lossscale.core.explanation.kinds import Kind
 from lossscale.keras.explanation.layer_scopes import LayerScopes
 from lossscale.keras.explanation.tensorflow_origins import (
     find_origin,
@@ -61,14 +62,14 @@ class OperationWatch:
 
     def add_argument(self, tensor: Any, name: str) -> None:
         """Know a tensor of the batch by its name."""
-        node = self._add(tensor, Location(), None, ())
+        node = self._add(tensor, Place(), None, ())
         node.argument = name
         node.origin = None if node.kind is None else "batch"
 
     def node_of(self, tensor: Any) -> Node | None:
         """Return what made a tensor."""
-        entry = self._known.get(id(tensor))
-        return None if entry is None else entry[1]
+        known = self._known.get(id(tensor))
+        return None if known is None else known[1]
 
     def _take(
         self,
@@ -92,6 +93,7 @@ class OperationWatch:
         self, op_type: str, inputs: Sequence[Any], settings: Any, tensor: Any
     ) -> None:
         node = self._add(tensor, self._scopes.current, op_type, inputs)
+        node.lost_epsilon = self._find_lost_epsilon(op_type, inputs, tensor)
         if node.kind is None:
             return
         node.dtype = tensor.dtype.name
@@ -100,41 +102,57 @@ class OperationWatch:
             node.argument = next(filter(None, handles))
             node.is_parameter, node.origin = True, "parameter"
             return
-        pairs = [(value, self._kind_of_input(value)) for value in inputs]
-        kinds = [kind for _, kind in pairs if kind is not None]
+        given = [(value, self._kind_of_input(value)) for value in inputs]
+        kinds = [kind for _, kind in given if kind is not None]
         arrays = [x.numpy() for x in inputs if x.dtype != tf.resource]
         if not kinds:
             largest = float(tensor.dtype.max) if tensor.dtype.is_floating else math.inf
-            magnitude = measure_wide(op_type, arrays, settings, largest)
-            node.magnitude = magnitude
-            node.origin = find_origin(op_type, arrays, node.kind, magnitude=magnitude)
+            wide = measure_wide(op_type, arrays, settings, largest)
+            node.magnitude = wide
+            node.origin = find_origin(op_type, arrays, node.kind, wide=wide)
         elif not node.bad_parents:
             node.origin = "constant"
         elif node.kind.nan and not any(kind.nan for kind in kinds):
             node.origin = find_origin_of_nan(op_type, arrays, kinds)
 
+    def _find_lost_epsilon(
+        self, op_type: str, inputs: Sequence[Any], tensor: Any
+    ) -> float | None:
+        """Return a number that was added to a result, and that its format made 0."""
+        known = [self._known.get(id(value)) for value in inputs]
+        if op_type == "AddV2" and tensor.dtype in (tf.float16, tf.bfloat16):
+            constants = [
+                value
+                for value, one in zip(inputs, known, strict=True)
+                if one is None and not value.shape.rank
+            ]
+            return next((0.0 for value in constants if not value.numpy()), None)
+        if op_type not in _PASSING or not known or known[-1] is None:
+            return None
+        return known[-1][1].lost_epsilon
+
     def _kind_of_input(self, tensor: Any) -> Kind | None:
-        entry = self._known.get(id(tensor))
-        if entry is not None:
-            return entry[2]
+        known = self._known.get(id(tensor))
+        if known is not None:
+            return known[2]
         return None if tensor.dtype == tf.resource else kind_of(tensor)
 
     def _add(
-        self,
-        tensor: Any,
-        location: Location,
-        operation: str | None,
-        inputs: Sequence[Any],
+        self, tensor: Any, place: Place, operation: str | None, inputs: Sequence[Any]
     ) -> Node:
-        entries = [self._known[id(x)] for x in inputs if id(x) in self._known]
+        known = [self._known[id(x)] for x in inputs if id(x) in self._known]
         node = Node(
             self._count,
-            location,
+            place,
             operation,
-            tuple(parent for _, parent, _ in entries),
-            tuple(parent for _, parent, kind in entries if kind is not None),
+            tuple(one for _, one, _ in known),
+            tuple(one for _, one, kind in known if kind is not None),
             kind_of(tensor) if tensor.dtype != tf.resource else None,
         )
         self._count += 1
         self._known[id(tensor)] = (tensor, node, node.kind)
         return node
+
+
+_PASSING = frozenset({"Sqrt", "Rsqrt", "RealDiv", "Log", "Cast", "Reshape", "Identity"})
+"""Operations whose result is 0, or not finite, where the last thing they read is 0."""

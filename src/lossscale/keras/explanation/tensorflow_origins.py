@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from lossscale.core.explanation.evaluated import Kind
+from lossscale.core.explanation.kinds import Kind
 from lossscale.core.explanation.origins import Origin
 
 
 def find_origin(
-    name: str, arrays: Sequence[Any], kind: Kind, *, magnitude: float | None
+    name: str, arrays: Sequence[Any], kind: Kind, *, wide: float | None
 ) -> Origin:
     """Return what an operation did whose inputs were finite.
 
@@ -20,15 +20,18 @@ def find_origin(
         name: TensorFlow's name of it.
         arrays: What it read.
         kind: What its result has that is not finite.
-        magnitude: The largest magnitude of the result in float64, if it is known.
+        wide: The largest magnitude of the result in float64, if it is known.
     """
     if name in _QUESTIONS:
-        origin = _QUESTIONS[name](arrays, kind)
-        if origin is not None:
-            return origin
+        found = _QUESTIONS[name](arrays, kind)
+        if found is not None:
+            return found
     if name in _OF_A_DOMAIN:
         return "outside the domain"
-    return "overflow" if magnitude is not None or name in _GROWING else "unknown"
+    if wide is not None or (name in _GROWING and not kind.nan):
+        return "overflow"
+    # Sums that overflowed in both directions on the way.
+    return "inf - inf" if kind.nan and name in _SUMMING else "unknown"
 
 
 def find_origin_of_nan(
@@ -59,10 +62,10 @@ def measure_wide(
     """
     if name not in _WIDE:
         return None
-    wide_arrays = [np.asarray(array, np.float64) for array in arrays]
+    wide = [np.asarray(array, np.float64) for array in arrays]
     with np.errstate(all="ignore"):
         try:
-            result = _WIDE[name](wide_arrays, settings)
+            result = _WIDE[name](wide, settings)
         except (IndexError, ValueError):  # shapes that only TensorFlow combines
             return None
         magnitude = float(np.max(np.abs(result), initial=0.0))
@@ -150,6 +153,7 @@ _PRODUCTS = frozenset(
         *("DepthwiseConv2dNative",),
     }
 )
+_SUMMING = frozenset({*_PRODUCTS, "Sum", "Mean", "AddN", "BiasAddGrad", "Cumsum"})
 _GROWING = frozenset(
     {
         *_PRODUCTS,

@@ -14,20 +14,20 @@ class KeptVariables:
     def __init__(self, model: Any) -> None:
         """Copy every value to the host."""
         optimizer = getattr(model, "optimizer", None)
-        variables = [
+        listed = [
             *model.variables,
             *model.metrics_variables,
             *_list_seeds(model),
             *(() if optimizer is None else optimizer.variables),
         ]
-        unique = {id(variable): variable for variable in variables}
+        unique = {id(variable): variable for variable in listed}
         self._pairs = [(v, np.array(to_host(v.value))) for v in unique.values()]
 
     def restore(self) -> None:
         """Assign what has changed; to assign everything would cost more."""
-        for variable, value in self._pairs:
-            if to_host(variable.value).tobytes() != value.tobytes():
-                variable.assign(value)
+        for variable, kept in self._pairs:
+            if to_host(variable.value).tobytes() != kept.tobytes():
+                variable.assign(kept)
 
 
 def _list_seeds(model: Any) -> list[Any]:

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lossscale.core.explanation.causes import find_causes
 from lossscale.core.explanation.findings import Explanation, Finding, Trial
 from lossscale.core.explanation.trials import scales_to_try
 from lossscale.core.validation import format_value
 from lossscale.errors import ContextError, SettingError, SettingTypeError
-from lossscale.torch.explain import causes, ranks
+from lossscale.torch.explain import ranks
+from lossscale.torch.explain.description import describe, describe_late
 from lossscale.torch.explain.events import Event
 from lossscale.torch.explain.gradients import GradientWatch
+from lossscale.torch.explain.losses import LossCount
 from lossscale.torch.explain.modules import ModuleTracker, Names
 from lossscale.torch.explain.snapshot import Snapshot
 from lossscale.torch.explain.stand_ins import StandIns
@@ -53,20 +56,14 @@ def explain(
     snapshot = Snapshot(model)
     guard = WriteGuard(model.parameters())
     try:
-        explanation = run.watch(scale, snapshot, guard)
+        own = run.watch(scale, snapshot, guard)
         groups = ranks.find_groups(model, run.entered, rank_groups)
-        explanations = ranks.collect(explanation, groups)
+        seen = ranks.collect(own, groups)
         trials = []
-        if _may_help(explanations.values()):
-            ratios = [
-                rank_explanation.first.ratio
-                for rank_explanation in explanations.values()
-                if rank_explanation.first
-            ]
-            largest_ratio = max(
-                (ratio for ratio in ratios if ratio is not None), default=None
-            )
-            for lower in scales_to_try(scale, largest_ratio):
+        if _may_help(seen.values()):
+            ratios = [part.first.ratio for part in seen.values() if part.first]
+            ratio = max((one for one in ratios if one is not None), default=None)
+            for lower in scales_to_try(scale, ratio):
                 finite = run.is_finite_at(lower, snapshot, guard)
                 finite = all(ranks.collect(finite, groups).values())
                 trials.append(Trial(lower, finite))
@@ -75,7 +72,7 @@ def explain(
     finally:
         guard.restore()
         snapshot.restore()
-    return _join(explanations, tuple(trials), groups)
+    return _join(seen, tuple(trials), groups)
 
 
 def _check_arguments(
@@ -128,21 +125,23 @@ class _Run:
         """Run the batch at its scale and inspect every operator."""
         tracker = ModuleTracker()
         watch = OperatorWatch(self._model, self._names, tracker)
-        gradients = GradientWatch(self._model, self._names, watch.event_of)
+        gradients = GradientWatch(
+            self._model, self._names, watch.event_of, watch.losses.note_gradient
+        )
         losses: list[Event | None] = []
 
         def note_loss(loss: torch.Tensor) -> None:
             losses.append(watch.event_of(loss))
-            watch.micro_batch += 1
+            watch.losses.note_scaled()
 
         stand_ins = StandIns(self._scaler, scale, note_loss, gradients.check_all)
         snapshot.begin_run()
         with guard, gradients, tracker:
             self._run(stand_ins, gradients, watch)
         self.entered = list(tracker.entered)
-        modules = [*self._model.modules(), *self.entered]
-        notes = (*note_compiled(modules), *watch.notes())
-        return conclude(self._names, gradients, losses, scale, notes)
+        parts = [*self._model.modules(), *self.entered]
+        notes = (*note_compiled(parts), *watch.notes())
+        return conclude(self._names, gradients, losses, watch.losses, scale, notes)
 
     def is_finite_at(self, scale: float, snapshot: Snapshot, guard: WriteGuard) -> bool:
         """Run the batch at another scale; return whether all gradients are finite."""
@@ -171,10 +170,10 @@ class _Run:
                 stack.enter_context(watch)
             result = self._step_function()
             is_loss = isinstance(result, torch.Tensor) and result.requires_grad
-            if is_loss and not gradients.arrived and not stand_ins.is_scale_used:
+            if is_loss and not gradients.has_arrived and not stand_ins.is_scale_used:
                 stand_ins.scale(result).backward()
             gradients.check_all()
-        if not gradients.arrived:
+        if not gradients.has_arrived:
             message = (
                 "The step function ran no backward pass that reached a parameter of "
                 "the model. It must call scaler.scale(loss).backward() for one batch, "
@@ -220,6 +219,7 @@ def conclude(
     names: Names,
     gradients: GradientWatch,
     losses: list[Event | None],
+    count: LossCount,
     scale: float,
     notes: tuple[str, ...],
 ) -> Explanation:
@@ -230,20 +230,19 @@ def conclude(
         gradients: The gradients of its parameters.
         losses: For each loss that was scaled, the event that wrote it; `None` if it
             was finite.
+        count: How many losses there were.
         scale: The scale.
         notes: What could not be seen.
     """
     loss = next((event for event in losses if event is not None), None)
     ends = [loss] if loss else [end for end in gradients.nonfinite.values() if end]
-    first, first_nan = causes.find_causes(ends)
+    found = find_causes(ends)
     findings: list[Finding | None] = [
-        None
-        if event is None
-        else causes.describe(event, names, gradients, loss, len(losses))
-        for event in (first, first_nan)
+        None if event is None else describe(event, names, gradients, loss, count)
+        for event in found
     ]
-    if first is None and gradients.late:
-        findings[0] = causes.arrived_from_ranks(*next(iter(gradients.late.items())))
+    if findings[0] is None and gradients.late:
+        findings[0] = describe_late(*next(iter(gradients.late.items())))
     last, broken = gradients.bracket()
     return Explanation(
         scale=scale,
@@ -257,24 +256,26 @@ def conclude(
     )
 
 
-def _may_help(explanations: Any) -> bool:
-    """Whether lower scales are worth a try: a gradient overflowed, and no loss."""
-    explanations = list(explanations)
-    if all(explanation.finite for explanation in explanations):
+def _may_help(seen: Iterable[Explanation]) -> bool:
+    """Whether lower scales are worth a try: all that went wrong did so in gradients.
+
+    A loss that is not finite may be made of gradients: that of a gradient penalty.
+    """
+    parts = list(seen)
+    if all(part.finite for part in parts):
         return False
-    return all(explanation.loss_finite is not False for explanation in explanations)
+    return all(part.finite or part.may_depend_on_scale for part in parts)
 
 
 def _join(
-    explanations: dict[int, Explanation], trials: tuple[Trial, ...], groups: list[Any]
+    seen: dict[int, Explanation], trials: tuple[Trial, ...], groups: list[Any]
 ) -> Explanation:
     """Return what this rank saw, with the trials and the other ranks."""
     if not groups:
-        return replace(explanations[0], trials=trials)
-    own_rank = torch.distributed.get_rank()
-    complete = {
-        rank: replace(explanation, rank=rank, trials=trials)
-        for rank, explanation in explanations.items()
+        return replace(seen[0], trials=trials)
+    own = torch.distributed.get_rank()
+    parts = {
+        rank: replace(part, rank=rank, trials=trials) for rank, part in seen.items()
     }
-    of_others = tuple(complete[rank] for rank in sorted(complete) if rank != own_rank)
-    return replace(complete[own_rank], others=of_others)
+    others = tuple(parts[rank] for rank in sorted(parts) if rank != own)
+    return replace(parts[own], others=others)

@@ -61,10 +61,10 @@ def collect(item: Item, groups: list[RankGroup]) -> dict[int, Item]:
     """
     if not groups:
         return {0: item}
-    items = {distributed.get_rank(): item}
+    known = {distributed.get_rank(): item}
     for group in groups:
-        dicts: list[dict[int, Item]] = [{} for _ in group.members]
-        distributed.all_gather_object(dicts, items, group=group.group)
-        for of_member in dicts:
-            items |= of_member
-    return items
+        parts: list[dict[int, Item]] = [{} for _ in group.members]
+        distributed.all_gather_object(parts, known, group=group.group)
+        for part in parts:
+            known |= part
+    return known

@@ -142,6 +142,13 @@ def parse_options(
     )
 
 
+MODEL_IS_GONE = (
+    "explain() needs the model, and the one that the scaler was made with is gone: the "
+    "scaler keeps no model alive. Keep a reference to it: models = "
+    "nn.ModuleList([generator, discriminator]), then GradScaler(module=models)."
+)
+
+
 def make_watch(
     on_collapse: object, scaler: "GradScaler", module: torch.nn.Module | None
 ) -> Callable[[], None] | None:
