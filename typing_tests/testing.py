@@ -31,7 +31,5 @@ jax_faults.inject({}, "", "nan", step="1", steps=2)  # type: ignore[arg-type]
 grads = tensorflow_faults.inject([], "[0]", "huge", step=1, steps=[2])
 arrays: Any = numpy_faults.inject([np.ones(2)], "[0]", "-inf", step=1, steps=1)
 fit: keras_faults.Injection = keras_faults.inject(None, "a/b", "inf", steps=1)
-output: OutputInjection = keras_faults.inject(
-    None, "a", "inf", steps=1, where="output"
-)
+output: OutputInjection = keras_faults.inject(None, "a", "inf", steps=1, where="output")
 keras_faults.inject(None, "a", "inf", steps=1, where="input")  # type: ignore[call-overload]
