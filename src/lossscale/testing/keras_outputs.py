@@ -122,7 +122,6 @@ class OutputInjection:
             chosen = ops.equal(ops.arange(ops.size(tensor)), fault.element)
             mask = ops.logical_and(mask, ops.reshape(chosen, shape))
 
-        @ops.custom_gradient
         def write(inner: Array) -> tuple[Array, Any]:
             def pass_on(*args: Array, upstream: Array | None = None) -> Array:
                 return args[0] if upstream is None else upstream
@@ -130,4 +129,4 @@ class OutputInjection:
             value = ops.convert_to_tensor(number, dtype_name(inner))
             return where(mask, value, inner), pass_on
 
-        return write(tensor)
+        return ops.custom_gradient(write)(tensor)
