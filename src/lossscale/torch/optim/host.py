@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from lossscale.torch import torch_internals as ti
-from lossscale.torch.optim.eager import has_duplicates, write_weight
+from lossscale.torch.optim.eager import has_duplicates
 
 _PIECE = 2**15
 """How many elements a thread takes; torch gives no thread fewer."""
@@ -200,28 +200,35 @@ def _update_run(
     ti.foreach_add_(divisors, group["eps"])
     ti.foreach_addcdiv_(weights, means, divisors, known.size)
     with_master = [
-        (half, weight)
-        for half, weight in zip(run.halves, weights, strict=True)
+        (half, weight, divisor)
+        for half, weight, divisor in zip(run.halves, weights, divisors, strict=True)
         if half is not None
     ]
     if with_master:
         _write_halves(*map(list, zip(*with_master, strict=True)))
 
 
-def _write_halves(halves: Tensors, weights: Tensors) -> None:
-    """Round weights to their half-precision parameters, and leave these finite."""
+def _write_halves(halves: Tensors, weights: Tensors, memory: Tensors) -> None:
+    """Round weights to their half-precision parameters, as `write_weight` does.
+
+    Args:
+        halves: The parameters.
+        weights: Their masters.
+        memory: As many tensors of the same shapes, to write to.
+    """
     are_small = sum(map(torch.Tensor.numel, weights)) < _SMALL * len(weights)
     if are_small and _all_fit(halves, weights):
         ti.foreach_copy_(halves, weights)
         return
-    for half, weight in zip(halves, weights, strict=True):
-        write_weight(half, weight)
+    for half, weight, limited in zip(halves, weights, memory, strict=True):
+        largest = torch.finfo(half.dtype).max
+        half.copy_(torch.clamp(weight, -largest, largest, out=limited))
 
 
 def _all_fit(halves: Tensors, weights: Tensors) -> bool:
     """Whether all weights are in the range of their parameters; False for NaN.
 
-    One look at all of them takes less than to limit each of many small tensors.
+    One check of all takes less time than limiting each of many small tensors.
     """
     largest = min(torch.finfo(dtype).max for dtype in set(map(_dtype_of, halves)))
     flat = ti.flatten(weights)
