@@ -204,7 +204,7 @@ class GradScaler(torch.amp.GradScaler):
         """Create what is never pickled."""
         self._current: Iteration | None = None
         self._describe = find_describe(self._history.on_step)
-        """What is told of the run at the first step; `None` if that is over."""
+        """Describes the run to `on_step` at the first step; `None` after that."""
         self._sampler = StatisticsSampler(self._history.on_step)
         self._checker = GradientChecker(
             self._options, super()._unscale_grads_, self._sampler
@@ -493,7 +493,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale the gradients of an optimizer, in place; waits for nothing.
 
         After `clip_grad_norm_` it writes the unscaled, clipped gradients back, if they
-        are not there yet: a fused optimizer's are left as they came until then.
+        are not there yet: a fused optimizer's stay scaled until then.
         """
         if not self._enabled:
             return
@@ -509,7 +509,7 @@ class GradScaler(torch.amp.GradScaler):
         self._unscale(step)
 
     def _unscale(self, step: OptimizerStep, *, stepping: bool = False) -> None:
-        """Unscale gradients that are as they came; `stepping` says that `step` does."""
+        """Unscale gradients that are still scaled; `stepping` if `step` does so."""
         accumulator = step.accumulator
         if accumulator is not None:
             accumulator.require_complete()
@@ -550,9 +550,9 @@ class GradScaler(torch.amp.GradScaler):
 
         One read gives the norm, the finite check and the factor. Nothing waits. What
         `.grad` holds afterwards depends on the optimizer: a plain one's gradients are
-        unscaled and clipped. A fused one divides by itself, so its gradients are left
-        as they came, still scaled; pass `write_back=True`, or call `unscale_`
-        afterwards, to have them unscaled and clipped as well.
+        unscaled and clipped. A fused one divides by itself, so its gradients stay
+        scaled; pass `write_back=True`, or call `unscale_` afterwards, to have them
+        unscaled and clipped as well.
 
         Args:
             optimizer: Whose gradients to clip; once a step, after all backward passes.
@@ -790,7 +790,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _prepare(self, step: OptimizerStep) -> None:
-        """Check gradients as they came; unscale them if the optimizer cannot."""
+        """Check scaled gradients; unscale them if the optimizer cannot."""
         is_fused = getattr(step.optimizer, "_step_supports_amp_scaling", False)
         if is_fused and step.accumulator is None:
             if self._is_overridden("_check_inf_per_device", "_unscale_grads_"):
@@ -1075,7 +1075,7 @@ class GradScaler(torch.amp.GradScaler):
         return found_inf
 
     def _check(self, step: OptimizerStep) -> FoundInf:
-        """Check gradients that stay as they came; record and return the flags."""
+        """Check gradients that stay scaled; record and return the flags."""
         found_inf, _ = self._checker.check(
             step.optimizer, step, _CHECK, self._live(), allow_fp16=True
         )
