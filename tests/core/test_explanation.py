@@ -148,9 +148,7 @@ def test_after_failed_trials_the_gradients_are_the_subject():
 
 def test_a_gradient_that_was_changed_afterwards_is_described_with_the_change():
     found = replace(FOUND, origin="changed afterwards", operation="div")
-    assert str(found).endswith(
-        "by a hook or by the step's own code (div, train.py:12)"
-    )
+    assert str(found).endswith("by a hook or by the step's own code (div, train.py:12)")
 
 
 def test_micro_batches_and_losses_are_counted_by_name():

@@ -235,8 +235,8 @@ def test_a_damaged_shard_is_a_parameter_on_every_rank(two_ranks):
         "another rank",
         "parameter",
     )
-    assert "the parameter 0.weight is NaN; it arrived from another rank" in (
-        first["text"]
+    assert (
+        "the parameter 0.weight is NaN; it arrived from another rank" in (first["text"])
     )
 
 

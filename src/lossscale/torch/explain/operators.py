@@ -55,9 +55,7 @@ def keep_inputs(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Inputs:
     return Inputs(args, kwargs, addresses, _find_unread(func, args, kwargs))
 
 
-def _find_unread(
-    func: Any, args: Arguments, kwargs: dict[str, Any]
-) -> frozenset[int]:
+def _find_unread(func: Any, args: Arguments, kwargs: dict[str, Any]) -> frozenset[int]:
     """Return the ids of what an operator overwrites without reading it."""
     name = _name_of(func)
     if name in _OVERWRITING:

@@ -156,9 +156,7 @@ class Trail:
             event.origin, event.role = "constant", "constant"
         return event
 
-    def _name_gathered(
-        self, event: Event, address: int | None, moment: Moment
-    ) -> None:
+    def _name_gathered(self, event: Event, address: int | None, moment: Moment) -> None:
         """Note whose parameter was collected: the module that reads it says so."""
         module = None if moment.site is None else moment.site.module
         if module is None:
