@@ -7,6 +7,7 @@ evaluated.py  operations that were evaluated as nodes
 trials.py     which lower scales to try
 findings.py   Finding, Trial, Explanation: frozen data that every framework fills in
 origins.py    how a number that is not finite comes about, by name
+numbers.py    numbers as people read them
 wording.py    the sentences; nothing is said that the data does not show
 
 Adapters make explanations, diagnostics and the command line read them, so that they are

@@ -161,8 +161,8 @@ def _sentences(seen: Explanation) -> list[str]:
     """Return what is said of one rank."""
     if seen.finite and seen.first is None:
         text = (
-            f"At a scale of {format_number(seen.scale)} the loss and all gradients were finite: "
-            "there is nothing to explain."
+            f"At a scale of {format_number(seen.scale)} the loss and all gradients "
+            "were finite: there is nothing to explain."
         )
         return [text, *seen.notes]
     sentences = [_describe_loss(seen)]

@@ -7,14 +7,16 @@ primitives.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from lossscale.core.explanation.evaluated import Node
 from lossscale.core.explanation.kinds import Kind
 from lossscale.core.explanation.origins import Origin
 from lossscale.jax.explanation.values import Value
+
+if TYPE_CHECKING:
+    from lossscale.core.explanation.evaluated import Node
 
 
 def find_origin(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LostEpsilons`: numbers that were added against a division by 0, and are 0 themselves.
+"""`LostEpsilons`: numbers against a division by 0 that are 0 themselves.
 
 float16 has no positive number below 6e-8: `x + 1e-8` is `x` there.
 """

@@ -5,6 +5,7 @@ It records operators whose results are not finite, and which of them read the re
 which others.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -99,8 +100,7 @@ class OperatorWatch(TorchDispatchMode):
             try:
                 with torch.no_grad():
                     self._inspect(func, inputs, written, node, is_backward=is_backward)
-            # A tensor of a kind that cannot be read must not stop a training.
-            except (RuntimeError, TypeError, NotImplementedError):
+            except _UNREADABLE:
                 self._unread.add(plain_name(func))
         return results
 
@@ -111,9 +111,13 @@ class OperatorWatch(TorchDispatchMode):
         name = plain_name(func)
         if name == "wait_tensor":
             return func(*args, **kwargs)
-        with torch.no_grad():
-            found = map(self.event_of, collective_inputs(func, args, kwargs))
-            parents = tuple(event for event in found if event is not None)
+        parents: tuple[Event, ...] = ()
+        try:
+            with torch.no_grad():
+                found = map(self.event_of, collective_inputs(func, args, kwargs))
+                parents = tuple(event for event in found if event is not None)
+        except _UNREADABLE:
+            self._unread.add(name)
         results = func(*args, **kwargs)
         self._trail.note_arrival(
             tensors_in((args, kwargs, results)), Arrival(name, parents)
@@ -262,8 +266,9 @@ def _judge(
     origin: Origin, name: str, kind: Kind, magnitude: float | None, largest: float
 ) -> Origin:
     """Return the origin, now that it is known what float64 gives."""
-    is_finite = magnitude is not None and magnitude < float("inf")
-    if kind.nan and not (is_finite and magnitude is not None and magnitude > largest):
+    size = math.nan if magnitude is None else magnitude
+    is_finite = math.isfinite(size)
+    if kind.nan and not largest < size < math.inf:
         # Sums that overflowed in both directions on the way.
         return "inf - inf" if is_finite and name in _SUMMING else origin
     return "overflow" if is_finite or name in _GROWING else origin
@@ -285,6 +290,9 @@ def _is_capturing() -> bool:
     """Whether a CUDA graph is being captured: then nothing can be read."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
+
+_UNREADABLE = (RuntimeError, TypeError, NotImplementedError)
+"""A tensor of a kind that cannot be read must not stop a training."""
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
