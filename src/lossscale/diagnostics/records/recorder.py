@@ -164,6 +164,11 @@ class Recorder:
         # Also at exit: what was recorded in the last second is not lost.
         weakref.finalize(self, self._session.close)
 
+    @property
+    def last_step(self) -> int:
+        """The last step of the run, that of a resumed file included; 0 if none."""
+        return 0 if self._session is None else self._session.last_step
+
     def describe(
         self,
         *,
