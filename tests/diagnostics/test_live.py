@@ -58,6 +58,19 @@ def test_a_run_that_was_overwritten_is_read_again(path):
     assert 5 == follower.steps
 
 
+def test_steps_that_are_taken_again_are_counted_once(path):
+    with Recorder(path, writers=(), flush_seconds=0) as recorder:
+        for step in range(1, 11):
+            recorder.record(scale=8.0, applied=step != 8, step=step)
+        follower = RunFollower(path)
+        for step in range(6, 13):
+            recorder.record(scale=8.0, applied=step != 7, step=step)
+            follower.update()
+    assert (12, 1) == (follower.steps, follower.skipped)
+    assert list(range(1, 13)) == [record.step for record in follower.recent]
+    assert 7 == follower.last_skip.step
+
+
 def test_totals_are_those_of_the_whole_run(path):
     known = record_run(path, 6_000)
     follower = RunFollower(path)

@@ -19,7 +19,13 @@ from helpers.processes import run_process
 import lossscale
 import lossscale.numpy as ls
 from lossscale import Dynamic
-from lossscale.diagnostics import Recorder, RecordWarning, StepRecord, read_run
+from lossscale.diagnostics import (
+    Recorder,
+    RecordWarning,
+    StepRecord,
+    measure_tensors,
+    read_run,
+)
 from lossscale.diagnostics.records.layout import COLUMNS
 from lossscale.diagnostics.records.steps import read_report
 from lossscale.diagnostics.records.writer import RunWriter
@@ -163,6 +169,16 @@ def test_a_recorder_is_called_with_step_reports(path):
         recorder(report(1))
         recorder(report(2, applied=True, scale=4.0))
     assert [(1, "inf"), (2, None)] == [(s.step, s.cause) for s in steps_of(path)]
+
+
+def test_the_largest_magnitude_is_that_of_the_tensors_if_only_they_were_measured(path):
+    measured = measure_tensors({"a": np.float16([0.5, -4.0]), "b": np.float16([2.0])})
+    known = {"applied": True, "scale": 8.0, "statistics": measured}
+    with Recorder(path) as recorder:
+        recorder(report(1, **known, amax=None))
+        recorder(report(2, **known, amax=0.25))
+        recorder(report(3, applied=True, amax=None))
+    assert [0.5, 0.25, None] == [step.amax for step in steps_of(path)]
 
 
 def test_a_note_adds_the_loss_before_or_after_its_report(path):

@@ -13,6 +13,7 @@ from helpers.runs import record_run
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lossscale import Dynamic, Fixed
 from lossscale.diagnostics import (
     Recorder,
     build_report,
@@ -285,6 +286,29 @@ def test_what_was_not_recorded_is_not_on_the_page(tmp_path):
         head = page.partition('<section id="curves"')[0]
         assert "oss at the end" not in head
         assert "owest headroom" not in head
+
+
+@pytest.mark.parametrize(
+    ("policy", "line"),
+    [
+        (Dynamic(), "dynamic"),
+        (
+            Dynamic(growth_interval=50, max_scale=2.0**24),
+            "dynamic, growth_interval 50,",
+        ),
+        (Fixed(scale=128.0), "fixed, scale 128"),
+        ({"kind": "mine", "rate": 0.5}, "mine, rate 0.5"),
+        (None, "\u2013"),
+    ],
+)
+def test_markdown_lists_what_differs_from_the_policys_defaults(tmp_path, policy, line):
+    path = tmp_path / "run.jsonl"
+    with Recorder(path, writers=(), policy=policy) as recorder:
+        recorder.record(scale=8.0, applied=True)
+    text = build_report([path], format="md").replace("\\_", "_")
+    assert f"| policy | {line}" in text
+    assert "hysteresis" not in text
+    assert "| loss |" not in text
 
 
 def record_steps(path, steps, **settings):

@@ -102,6 +102,43 @@ def test_lightning_records_and_logs_every_step(lightning, path, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
+def test_lightning_records_loss_rate_names_and_statistics(lightning, path, tmp_path):
+    from lossscale.diagnostics.loggers import LightningCallback
+
+    model = lightning_model(lightning)
+    losses, rates = [], []
+    train_one = model.training_step
+
+    def training_step(batch, batch_idx):
+        loss = train_one(batch, batch_idx)
+        losses.append(float(loss.detach()))
+        rates.append(model.optimizers().param_groups[0]["lr"])
+        return loss
+
+    def configure_optimizers():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    model.training_step = training_step
+    model.configure_optimizers = configure_optimizers
+    with Recorder(path, statistics_every=2, alarms=None) as recorder:
+        callback = LightningCallback(recorder, every=2)
+        lightning_trainer(lightning, scaler_of(), tmp_path, callback).fit(model)
+    run, found = read_run(path), records_of(path)
+    recorded = [record.loss for record in found]
+    assert losses == pytest.approx(recorded, rel=1e-5, nan_ok=True)
+    assert rates == pytest.approx([record.lr for record in found], rel=1e-5)
+    assert ["layer.weight", "layer.bias"] == run.header["names"]
+    assert "layer.bias" in dict(found[2].nonfinite)
+    assert 2000 == run.header["policy"]["growth_interval"]
+    samples = list(run.statistics(run.start, run.end - run.start))
+    assert [1, 3, 5] == [sample.step for sample in samples]
+    assert {"layer.weight", "layer.bias"} == {row[0] for row in samples[0].tensors}
+
+
+@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 def test_lightning_with_another_scaler_is_one_error(lightning, tmp_path):
     from lossscale.diagnostics.loggers import LightningCallback
 
@@ -165,7 +202,7 @@ def trainer_of(transformers, scaler, folder, callback):
 def test_transformers_records_steps_with_loss_and_rate(transformers, path, tmp_path):
     from lossscale.diagnostics.loggers import TransformersCallback
 
-    with Recorder(path) as recorder:
+    with Recorder(path, statistics_every=3) as recorder:
         callback = TransformersCallback(recorder)
         trainer = trainer_of(transformers, scaler_of(), tmp_path, callback)
         trainer.train()
@@ -173,13 +210,20 @@ def test_transformers_records_steps_with_loss_and_rate(transformers, path, tmp_p
     assert SCALES == [record.scale for record in found]
     assert APPLIED == [record.applied for record in found]
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    # After an infinite loss the Trainer's running mean is NaN.
-    assert [entry["loss"] for entry in logged] == pytest.approx(
-        [record.loss for record in found], rel=1e-4, nan_ok=True
-    )
+    # After an infinite loss the Trainer's running mean is NaN: nothing is known.
+    losses = [entry["loss"] for entry in logged]
+    assert losses[:3] == pytest.approx([r.loss for r in found[:3]], rel=1e-4)
+    assert [None] * 3 == [record.loss for record in found[3:]]
     assert [entry["learning_rate"] for entry in logged] == pytest.approx(
         [record.lr for record in found], rel=1e-4
     )
+    run = read_run(path)
+    names = [name for name, _ in trainer.model.named_parameters()]
+    assert names == run.header["names"]
+    samples = list(run.statistics(run.start, run.end - run.start))
+    assert [1, 4] == [sample.step for sample in samples]
+    assert set(names) == {row[0] for row in samples[0].tensors}
+    assert set(dict(found[2].nonfinite)) <= set(names)
 
 
 def test_accelerate_writes_to_every_tracker(tmp_path):

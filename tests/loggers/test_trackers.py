@@ -3,6 +3,7 @@
 import struct
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -239,8 +240,11 @@ def test_trackio_keeps_every_window(tmp_path, monkeypatch):
 )
 def test_a_missing_package_is_named(package, make, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingPackageError, match="pip install"):
+    extra = package.partition(".")[0]
+    with pytest.raises(MissingPackageError, match=rf"install 'lossscale\[{extra}\]'"):
         make()
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    assert f"\n{extra} = [" in project.read_text(encoding="utf-8")
 
 
 def test_python_logging_names_tensors_and_alarms(caplog):
@@ -255,6 +259,7 @@ def test_python_logging_names_tensors_and_alarms(caplog):
         (record.levelname, record.args[0]) for record in caplog.records
     ]
     assert "inf in a (inf)" in caplog.messages[0]
+    assert f"Step {STEPS}: alarm floor: Steps overflow" in caplog.messages[1]
     assert "Last step with good weights: 12." in caplog.messages[1]
 
 

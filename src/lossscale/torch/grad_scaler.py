@@ -886,7 +886,7 @@ class GradScaler(torch.amp.GradScaler):
         names = self._options.names
         describe_run(describe, self._policy(), device, names, outcomes)
 
-    def attach(self, recorder: object) -> None:
+    def attach(self, recorder: object, module: torch.nn.Module | None = None) -> None:
         """Describe the run to a recorder, and measure the tensors that it wants.
 
         A scaler does so by itself for its `on_step`. Trainers' callbacks, which are
@@ -895,7 +895,12 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             recorder: A `lossscale.diagnostics.Recorder`, or what has its methods
                 `describe` and `wants_statistics`.
+            module: The module whose parameters are trained. It names them, if the
+                scaler was made without names.
         """
+        names = self._options.names
+        if module is not None and not names.trained():
+            names.add(module.named_parameters())
         self._describe = find_describe(recorder)
         if not self._sampler.is_listening:
             self._sampler.listen(recorder, self._reports + 1)

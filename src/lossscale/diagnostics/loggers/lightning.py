@@ -7,6 +7,7 @@ from lossscale.diagnostics.loggers.base import WindowWriter
 from lossscale.diagnostics.loggers.packages import import_package
 from lossscale.diagnostics.loggers.reports import ReportFollower
 from lossscale.diagnostics.records.recorder import Recorder
+from lossscale.diagnostics.records.steps import read_report
 from lossscale.errors import SettingTypeError
 
 _Callback: Any = import_package("lightning.pytorch", "LightningCallback").Callback
@@ -15,7 +16,9 @@ _Callback: Any = import_package("lightning.pytorch", "LightningCallback").Callba
 class LightningCallback(_Callback):  # type: ignore[misc]  # Lightning is read as Any
     """Records every step of a `Trainer` whose scaler is `lossscale.torch.GradScaler`.
 
-    Nothing is waited for: a step is recorded when its numbers have arrived.
+    With the loss that the training step returned (of the last micro-batch, where
+    gradients are accumulated) and the first learning rate of the optimizer. Nothing is
+    waited for: a step is recorded when its numbers have arrived.
     """
 
     def __init__(self, recorder: Recorder | None = None, *, every: int = 50) -> None:
@@ -31,10 +34,10 @@ class LightningCallback(_Callback):  # type: ignore[misc]  # Lightning is read a
         self._every = every
         self._writer: _TrainerWriter | None = None
         self._follower: ReportFollower | None = None
+        self._lr: Any = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the scaler."""
-        del pl_module
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if not hasattr(scaler, "last_step"):
             message = (
@@ -45,11 +48,24 @@ class LightningCallback(_Callback):  # type: ignore[misc]  # Lightning is read a
             raise SettingTypeError(message)
         self._writer = _TrainerWriter(trainer, every=self._every)
         self._follower = ReportFollower(scaler, self._deliver)
+        if self._recorder is not None:
+            scaler.attach(self._recorder, pl_module)
 
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        """Keep the learning rate: schedulers move it before the batch ends."""
+        del trainer, pl_module
+        self._lr = optimizer.param_groups[0]["lr"]
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, *_: Any, **__: Any
+    ) -> None:
         """Take the step of the batch, if there was one."""
+        del trainer, pl_module
         if self._follower is not None:
-            self._follower.poll()
+            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            self._follower.poll(loss, self._lr)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Write what is left."""
@@ -60,11 +76,12 @@ class LightningCallback(_Callback):  # type: ignore[misc]  # Lightning is read a
         if self._recorder is not None:
             self._recorder.flush()
 
-    def _deliver(self, report: Any) -> None:
+    def _deliver(self, report: Any, loss: float | None, lr: float | None) -> None:
         if self._recorder is not None:
+            self._recorder.note(report.index, loss=loss, lr=lr)
             self._recorder(report)
         if self._writer is not None:
-            self._writer(report)
+            self._writer.write_step(read_report(report)._replace(loss=loss, lr=lr))
 
 
 class _TrainerWriter(WindowWriter):

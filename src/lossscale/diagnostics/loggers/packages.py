@@ -7,6 +7,14 @@ from typing import Any
 from lossscale.errors import MissingPackageError
 
 
+_EXTRAS = ("jax", "keras", "mlflow", "tensorboard", "trackio", "wandb")
+"""The packages that are an extra of ours."""
+
+
+def _install(package: str) -> str:
+    return f"'lossscale[{package}]'" if package in _EXTRAS else package
+
+
 def import_package(name: str, needed_by: str, install: str | None = None) -> Any:
     """Return a module.
 
@@ -26,6 +34,6 @@ def import_package(name: str, needed_by: str, install: str | None = None) -> Any
             raise  # it is there, and something of its own is not
         message = (
             f"{needed_by} needs the package {package}, which is not installed. "
-            f"Install it with: pip install {install or package}"
+            f"Install it with: pip install {install or _install(package)}"
         )
         raise MissingPackageError(message) from None

@@ -2,6 +2,7 @@
 """A callback for the Trainer of transformers that records a run."""
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 from lossscale.diagnostics.loggers.base import StepWriter
@@ -17,7 +18,8 @@ class TransformersCallback(_Callback):  # type: ignore[misc]  # transformers is 
     """Records every step of a `Trainer` whose scaler is `lossscale.torch.GradScaler`.
 
     The loss and the learning rate are those that the Trainer logs, at the steps at
-    which it logs them. Nothing is waited for.
+    which it logs them. After one that was not finite the Trainer's own sum is not
+    finite either, so that the losses after it are not known. Nothing is waited for.
     """
 
     def __init__(
@@ -35,24 +37,39 @@ class TransformersCallback(_Callback):  # type: ignore[misc]  # transformers is 
         self._writers = tuple(writers)
         self._follower: ReportFollower | None = None
         self._index: int | None = None
+        self._loss_is_lost = False
+        """Whether the Trainer's sum of losses is no longer finite."""
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        optimizer: Any = None,
+        model: Any = None,
+        **_: Any,
     ) -> None:
         """Find the scaler."""
         del args, state, control
         self._follower = None
+        self._loss_is_lost = False
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:
-            self._follow(scaler)
+            self._follow(scaler, model)
 
     def on_optimizer_step(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        optimizer: Any = None,
+        model: Any = None,
+        **_: Any,
     ) -> None:
         """Take the step."""
         del args, state, control
         if self._follower is None:
-            self._follow(getattr(optimizer, "scaler", None))
+            self._follow(getattr(optimizer, "scaler", None), model)
         if self._follower is not None:
             self._index = self._follower.poll() or self._index
 
@@ -68,7 +85,9 @@ class TransformersCallback(_Callback):  # type: ignore[misc]  # transformers is 
         del args, state, control
         entries = logs or {}
         if self._recorder is not None and self._index is not None and "loss" in entries:
-            loss, rate = entries["loss"], entries.get("learning_rate")
+            loss = None if self._loss_is_lost else float(entries["loss"])
+            self._loss_is_lost |= loss is not None and not isfinite(loss)
+            rate = entries.get("learning_rate")
             self._recorder.note(self._index, loss=loss, lr=rate)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -81,7 +100,7 @@ class TransformersCallback(_Callback):  # type: ignore[misc]  # transformers is 
         if self._recorder is not None:
             self._recorder.flush()
 
-    def _follow(self, scaler: Any) -> None:
+    def _follow(self, scaler: Any, model: Any) -> None:
         if not hasattr(scaler, "last_step"):
             message = (
                 "TransformersCallback reads lossscale.torch.GradScaler; the Trainer "
@@ -90,8 +109,10 @@ class TransformersCallback(_Callback):  # type: ignore[misc]  # transformers is 
             )
             raise SettingTypeError(message)
         self._follower = ReportFollower(scaler, self._deliver)
+        if self._recorder is not None:
+            scaler.attach(self._recorder, model)
 
-    def _deliver(self, report: Any) -> None:
+    def _deliver(self, report: Any, *_: float | None) -> None:
         if self._recorder is not None:
             self._recorder(report)
         for writer in self._writers:

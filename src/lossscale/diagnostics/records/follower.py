@@ -75,6 +75,7 @@ class RunFollower:
         """The last alarms, as the file has them."""
         self.ended = False
         """Whether the run was closed."""
+        self._last = run.last_step
         self._names = list(run.names)
         self._end = run.end
         self._file = _identity(self.path)
@@ -109,20 +110,27 @@ class RunFollower:
                     break  # it is still being written
                 self._end = whole
                 if isinstance(line.value, list):
-                    self._take_step(line.value)
+                    if not self._take_step(line.value):
+                        self._start()
+                        return
                 elif isinstance(line.value, dict):
                     self._take_event(line.value)
 
-    def _take_step(self, row: list[Any]) -> None:
+    def _take_step(self, row: list[Any]) -> bool:
+        """Take a step; False if it replaces steps that were counted already."""
         record = decode_step(row, self._names)
         if record is None:
-            return
+            return True
+        if self._last is not None and record.step <= self._last:
+            return False
+        self._last = record.step
         self.ended = False
         self.steps += 1
         self.recent.append(record)
         if record.skipped:
             self.causes[record.cause or "inf"] += 1
             self.last_skip = record
+        return True
 
     def _take_event(self, event: dict[str, Any]) -> None:
         if is_name_list(event.get("names")):

@@ -30,6 +30,7 @@ from lossscale.diagnostics.records.headers import (
 )
 from lossscale.diagnostics.records.layout import describe_policy
 from lossscale.diagnostics.records.session import Note, Session
+from lossscale.diagnostics.records.statistics_line import as_list
 from lossscale.diagnostics.records.steps import (
     CAUSES,
     StepRecord,
@@ -164,6 +165,11 @@ class Recorder:
         # Also at exit: what was recorded in the last second is not lost.
         weakref.finalize(self, self._session.close)
 
+    @property
+    def last_step(self) -> int:
+        """The last step of the run, that of a resumed file included; 0 if none."""
+        return 0 if self._session is None else self._session.last_step
+
     def describe(
         self,
         *,
@@ -200,8 +206,10 @@ class Recorder:
             return
         record = read_report(report)
         step = session.number_of(record.step)
-        self._announce(session.add(record._replace(step=step, time=session.now())))
         statistics = getattr(report, "statistics", None)
+        if record.amax is None and statistics is not None:
+            record = record._replace(amax=_largest(statistics) / record.scale)
+        self._announce(session.add(record._replace(step=step, time=session.now())))
         if statistics is not None:
             session.add_statistics(statistics, step=step, scale=record.scale)
 
@@ -423,6 +431,11 @@ def _begin(writer: RunWriter, header: dict[str, Any]) -> None:
         }
         writer.add_event({"resumed": resumed}, new_block=True)
     writer.flush()
+
+
+def _largest(statistics: TensorStatistics) -> float:
+    """Return the largest finite magnitude of all tensors, as stored."""
+    return max((float(amax) for amax in as_list(statistics.amax)), default=0.0)
 
 
 def _rank_path(path: Path, rank: int) -> Path:

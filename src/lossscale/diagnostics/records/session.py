@@ -109,7 +109,7 @@ class Session:
         """
         with self._lock:
             if count:
-                record = record._replace(step=self._last_step() + 1)
+                record = record._replace(step=self.last_step + 1)
             alarms = self._finish_pending()
             if self._notes and record.step in self._notes:
                 record = _with_note(record, self._notes.pop(record.step))
@@ -167,7 +167,7 @@ class Session:
     ) -> None:
         """Take the statistics of a step; by default of the last one."""
         with self._lock:
-            at = self._last_step() if step is None else step
+            at = self.last_step if step is None else step
             self._writer.add_statistics(statistics, step=at, scale=scale)
             self._after_adding()
         self._warn()
@@ -209,8 +209,9 @@ class Session:
         self._warn()
         return alarms
 
-    def _last_step(self) -> int:
-        """Return the last step that was added; 0 if there is none."""
+    @property
+    def last_step(self) -> int:
+        """The last step that was added, or that is in the file; 0 if there is none."""
         if self._pending is not None:
             return self._pending.step
         return self._writer.last_step or 0

@@ -7,7 +7,9 @@ Whatever comes from a run is escaped: it stays text, and stays in its line.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from lossscale.core.policies import Dynamic, Fixed
 from lossscale.diagnostics.alarms import Alarm
+from lossscale.diagnostics.records.layout import describe_policy
 from lossscale.diagnostics.report.differences import find_differences
 from lossscale.diagnostics.report.summary import Summary
 from lossscale.diagnostics.report.updates import HEADS, cells, describe
@@ -63,18 +65,51 @@ def _facts(run: Summary) -> list[list[str]]:
         f"{number(run.lowest_scale)} and {number(run.highest_scale)}"
     )
     low = run.lowest_headroom
-    return [
+    facts = [
         ["steps", f"{number(run.steps)} in {duration(run.seconds)}"],
         ["skipped", f"{skipped}: {causes}" if causes else skipped],
         ["scale", scale],
         ["growths, back-offs", f"{number(run.growths)}, {number(run.backoffs)}"],
-        ["loss", f"{number(run.first_loss)} to {number(run.last_loss)}"],
-        ["largest norm", number(run.largest_norm)],
-        ["lowest headroom", NOTHING if low is None else f"{low:.1f} bits"],
+        ["loss", f"{number(run.first_loss)} to {number(run.last_loss)}"]
+        if run.last_loss is not None
+        else [],
+        ["largest norm", number(run.largest_norm)]
+        if run.largest_norm is not None
+        else [],
+        ["lowest headroom", f"{low:.1f} bits"] if low is not None else [],
         ["format, device", f"{run.dtype}, {run.device}"],
-        ["policy", _settings(run.policy)],
+        ["policy", _policy(run.policy)],
         ["versions", _settings(run.versions)],
     ]
+    return [fact for fact in facts if fact]  # what was not recorded is left out
+
+
+def _policy(values: Mapping[str, object]) -> str:
+    """Return the kind of a policy, and what differs from its defaults."""
+    kind = values.get("kind")
+    usual = _USUAL.get(str(kind), {})
+    differs = {
+        name: value
+        for name, value in values.items()
+        if name != "kind" and (name not in usual or usual[name] != value)
+    }
+    shown = [NOTHING if kind is None else str(kind)]
+    shown += [f"{name} {_plain(v)}" for name, v in differs.items() if v is not None]
+    return ", ".join(shown if kind is not None or len(shown) == 1 else shown[1:])
+
+
+_USUAL = {
+    policy["kind"]: policy
+    for policy in map(describe_policy, (Dynamic(), Fixed()))
+    if policy is not None
+}
+"""The settings that a policy has unless it is given others, by its kind."""
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return number(value)
+    return str(value)
 
 
 def _settings(values: Mapping[str, object]) -> str:

@@ -15,6 +15,10 @@ class ParamNames:
 
     def __init__(self, pairs: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
         self._names = WeakIdKeyDictionary()
+        self.add(pairs)
+
+    def add(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Add names, such as those of `model.named_parameters()`."""
         try:
             checked_pairs: list[tuple[object, object]] = [
                 (name, param) for name, param in pairs
