@@ -445,6 +445,7 @@ def test_the_code_is_for_the_framework_of_the_record(tmp_path):
         assert expected in recommend(run).code
 
 
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
 def test_the_code_makes_the_policy(tmp_path):
     record(tmp_path / "run.jsonl", Fixed(1024.0), np.full(200, 2.0**20))
     found = recommend(tmp_path / "run.jsonl")
