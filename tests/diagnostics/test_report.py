@@ -282,8 +282,8 @@ def test_what_was_not_recorded_is_not_on_the_page(tmp_path):
     for path in paths:
         with Recorder(path, writers=()) as recorder:
             recorder.record(scale=8.0, applied=True)
-    for page in (build_report(paths[:1]), build_report(paths)):
-        head = page.partition('<section id="curves"')[0]
+    for text in (build_report(paths[:1]), build_report(paths)):
+        head = text.partition('<section id="curves"')[0]
         assert "oss at the end" not in head
         assert "owest headroom" not in head
 
@@ -292,7 +292,10 @@ def test_what_was_not_recorded_is_not_on_the_page(tmp_path):
     ("policy", "line"),
     [
         (Dynamic(), "dynamic"),
-        (Dynamic(growth_interval=50, max_scale=2.0**24), "dynamic, growth_interval 50,"),
+        (
+            Dynamic(growth_interval=50, max_scale=2.0**24),
+            "dynamic, growth_interval 50,",
+        ),
         (Fixed(scale=128.0), "fixed, scale 128"),
         ({"kind": "mine", "rate": 0.5}, "mine, rate 0.5"),
         (None, "\u2013"),

@@ -8,7 +8,6 @@ import click
 from lossscale.cli.output import kept_warnings
 from lossscale.cli.report import check_output
 
-
 _ENDINGS = ("", ".parquet", ".pq")
 
 

@@ -43,7 +43,7 @@ from lossscale.torch.scaler import (
     options,
     outcome,
 )
-from lossscale.torch.scaler.description import Describe, describe_run, find_describe
+from lossscale.torch.scaler.description import describe_run, find_describe
 from lossscale.torch.scaler.gradient_checker import GradientChecker, LiveState
 from lossscale.torch.scaler.history import OnStep, StepHistory
 from lossscale.torch.scaler.iteration import FAILED, Iteration, OptimizerStep
@@ -212,7 +212,7 @@ class GradScaler(torch.amp.GradScaler):
         """Create what is never pickled."""
         self._current: Iteration | None = None
         self._describe = find_describe(self._history.on_step)
-        """What is told of the run at the first step; `None` if that is over."""
+        """Takes what the run is made of at the first step; `None` after that."""
         self._sampler = StatisticsSampler(self._history.on_step)
         self._checker = GradientChecker(
             self._options, super()._unscale_grads_, self._sampler
@@ -967,23 +967,24 @@ class GradScaler(torch.amp.GradScaler):
         elif new_scale is not None:
             scale.copy_(new_scale.reshape(()))
         if outcomes is not None:
-            if self._describe is not None:
-                self._describe_run(self._describe, scale.device, outcomes)
-            self._history.add(report, applied=applied)
+            self._deliver(report, applied, scale.device, outcomes)
 
-    def _describe_run(
+    def _deliver(
         self,
-        describe: Describe,
+        report: StepReport,
+        applied: bool | None,
         device: torch.device,
         outcomes: list[OptimizerOutcome],
     ) -> None:
-        self._describe = None
-        names = self._options.names
-        describe_run(describe, self._policy(), device, names, outcomes)
+        """Hand on a report; before the first one, describe the run."""
+        describe = self._describe
+        if describe is not None:
+            self._describe = None
+            names = self._options.names
+            describe_run(describe, self._policy(), device, names, outcomes)
+        self._history.add(report, applied=applied)
 
-    def attach(
-        self, recorder: object, module: torch.nn.Module | None = None
-    ) -> None:
+    def attach(self, recorder: object, module: torch.nn.Module | None = None) -> None:
         """Describe the run to a recorder, and measure the tensors that it wants.
 
         A scaler does so by itself for its `on_step`. Trainers' callbacks, which are

@@ -52,4 +52,3 @@ def merge_description(
         header["dtypes"] = dtypes
     if not header.get("names") and type(ordered) is int:
         header["names"] = list(names[: max(0, ordered)])
-

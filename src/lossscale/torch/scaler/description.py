@@ -51,9 +51,7 @@ def describe_run(
             dtypes[names.name_of(optimizer, index)] = _name_format(param.dtype)
     # An optimizer's own order need not be the model's: groups are made by weight decay.
     ordered = [name for name in names.trained() if name in dtypes]
-    describe(
-        policy=policy, device=_name_device(device), names=ordered, dtypes=dtypes
-    )
+    describe(policy=policy, device=_name_device(device), names=ordered, dtypes=dtypes)
 
 
 def _name_format(dtype: torch.dtype) -> str:
