@@ -113,7 +113,7 @@ def test_shares_of_skips_have_their_sign(path):
     with Recorder(path, writers=()) as recorder:
         for step in range(200):
             recorder.record(scale=8.0, applied=step != 100)
-    assert any("(0.50\u00a0%)" in line for line in render_run(RunFollower(path)))
+    assert any("(0.50 %)" in line for line in render_run(RunFollower(path)))
 
 
 def test_bars_are_extremes_of_what_they_stand_for():

@@ -190,7 +190,5 @@ def _clip(text: str, width: int) -> str:
 
 def _printable(text: str) -> str:
     """Return text without what a terminal would obey."""
-    known = (
-        letter if letter.isprintable() or letter == SPACE else "?" for letter in text
-    )
-    return "".join(known)
+    plain = text.replace(SPACE, " ")
+    return "".join(letter if letter.isprintable() else "?" for letter in plain)
