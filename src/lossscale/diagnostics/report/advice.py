@@ -95,9 +95,9 @@ def _about_nan(run: "Summary") -> Iterator[str]:
         )
     elif run.causes.get("nan"):
         yield (
-            f"{_steps(run.causes['nan'])} had NaN in the gradients. Where the scale "
-            "was lowered and it came back, it does not come from the scale. "
-            f"{_LOOK_FOR_NAN}"
+            f"{_steps(run.causes['nan'])} had NaN in the gradients. An overflow makes "
+            "NaN as well (infinity less infinity), which a lower scale ends. A NaN that "
+            f"comes back at lower scales is another. {_LOOK_FOR_NAN}"
         )
 
 
