@@ -183,10 +183,10 @@ def test_the_histogram_counts_every_number(page, known):
     name, step = "blocks.0.attn", max(known.gradients)
     page.select_option("#tensor", label=name)
     page.locator("#histogram summary").click()
-    page.locator("#histogram details tbody tr").first.wait_for()
-    rows = page.locator("#histogram details tbody tr").all()
+    rows = page.locator("#histogram details tbody tr")
+    rows.first.wait_for()  # it is filled when the browser says that it is open
     counts = [
-        int(row.locator("td").first.inner_text().replace(",", "")) for row in rows
+        int(row.locator("td").first.inner_text().replace(",", "")) for row in rows.all()
     ]
     assert known.gradients[step][name].size == sum(counts)
     bars = page.locator("#histogram .picture rect.bar").count()

@@ -165,6 +165,15 @@ def test_a_step_with_statistics_of_no_tensor_has_a_report(path):
         assert build_report([path]).endswith("</html>\n")
 
 
+def test_formats_in_a_header_that_are_none_are_ignored(path):
+    record(path, {"a": (0.5, 0.0, *HALF)}, names=["w"])
+    header, *lines = path.read_text().splitlines(keepends=True)
+    for dtypes in ([{}], ["float17"], [None], [], {}):
+        changed = json.dumps(json.loads(header) | {"dtypes": dtypes}) + "\n"
+        path.write_text("".join([changed, *lines]))
+        assert build_report([path]).endswith("</html>\n")
+
+
 def test_every_format_has_the_table(path):
     record(path, {"a": (1.5e-3, 0.25, *KEPT), "b": (math.inf, 0.0, *SINGLE)})
     text = build_report([path], format="md")
@@ -201,9 +210,8 @@ def test_updates_that_are_lost_for_want_of_a_master_have_advice(path):
     }
     (text,) = advice_of(record(path, rows))
     assert text == (
-        "At step 1, 90.0\u00a0% of the numbers of worst did not change, because their "
-        "updates were rounded away in float16; 1 other tensor lost more than half of "
-        "theirs. Use master_weights=True: a float32 master adds them up."
+        "Use master_weights=True: the update of step 1 was rounded away in float16 "
+        "for 90.0\u00a0% of worst, and more than half of 1 other tensor."
     )
 
 

@@ -165,11 +165,11 @@ def _about_updates(run: "Summary") -> Iterator[str]:
     also = ""
     if others:
         tensors = "1 other tensor" if others == 1 else f"{others:,} other tensors"
-        also = f"; {tensors} lost more than half of theirs"
+        also = f", and more than half of {tensors}"
+    # What to do comes first: Markdown cuts long lines.
     yield (
-        f"At step {updates.step:,}, {percent(worst.lost)} of the numbers of "
-        f"{worst.name} did not change, because their updates were rounded away in "
-        f"{worst.dtype}{also}. Use master_weights=True: a float32 master adds them up."
+        f"Use master_weights=True: the update of step {updates.step:,} was rounded "
+        f"away in {worst.dtype} for {percent(worst.lost)} of {worst.name}{also}."
     )
 
 
