@@ -12,6 +12,7 @@ from sybil.parsers.myst import PythonCodeBlockParser
 from sybil.parsers.rest import DocTestParser
 
 ROOT = Path(__file__).parent
+PACKAGE = ROOT / "src" / "lossscale"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,8 +66,11 @@ _pages = Sybil(
 )
 _docstrings = Sybil(
     parsers=[DocTestParser()],
-    # One pattern for each depth: before Python 3.13, ** stands for one folder.
-    patterns=[f"src/lossscale/{'*/' * depth}*.py" for depth in range(3)],
+    # One pattern for each folder: before Python 3.13, ** stands for one folder.
+    patterns=[
+        f"{folder.relative_to(ROOT).as_posix()}/*.py"
+        for folder in sorted({file.parent for file in PACKAGE.rglob("*.py")})
+    ],
     document_types={".py": PythonDocStringDocument},
     setup=_import_triton_first,
 )

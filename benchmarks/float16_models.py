@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import lossscale.numpy as ls
-from lossscale.core.policies import Policy
+from lossscale.core.policies import Policy, wanted_measurements
 from lossscale.demo import load_digits, muon, network
 
 PROBE_INTERVAL = 20
@@ -358,7 +358,8 @@ def run(
             attempts += attempt > 0
             may_retry = every_overflow or (retries and policy.is_starting(state))
             loss, stored = model.gradients(train_state, batch, state.scale)
-            grads, signal = ls.unscale(stored, state, measure=["amax"])
+            measured = {"amax", *wanted_measurements(policy)}
+            grads, signal = ls.unscale(stored, state, measure=measured)
             state = ls.update(policy, state, signal)
             if signal.finite or not may_retry:
                 break

@@ -2,32 +2,36 @@
 """How many of the first 100 updates does the start of the scale cost?
 
 Writes results/start.csv: for the network of `lossscale demo`, three more float16 models
-and examples/train_torch.py, from the first scales that libraries have (2**16: PyTorch;
-2**24: MindSpore; 2**32: Megatron), the updates lost in the first 100 steps
+and the examples of five frameworks, from the first scales that libraries have (2**16:
+PyTorch; 2**24: MindSpore; 2**32: Megatron), the updates lost in the first 100 steps
 
     dynamic        with `Dynamic`
     auto           with `AutoStart`, whose attempts each cost a batch
     auto, retried  with `AutoStart` where a batch of the search is computed again
     all retried    the same, with every later overflow retried too (JAX: `with_retries`)
 
-The other examples train the same network by the same optimizer as train_torch.py.
+An example runs its own training loop, so it has only the columns that this loop can
+have: attempts around a step in PyTorch, `with_retries` in JAX.
 
     python benchmarks/start.py            runs, and writes rows as they come
     python benchmarks/start.py --table    the table, from the file
 """
 
 import csv
+import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from machine import RESULTS, describe
+from start_examples import STARTS, STEPS
 
 from lossscale import AutoStart, Dynamic
 
-STEPS = 100
-STARTS = (2.0**16, 2.0**24, 2.0**32)
+STARTS_OF_LIBRARIES = (2.0**16, 2.0**24, 2.0**32)
 FILE = RESULTS / "start.csv"
 COLUMNS = ["model", "init_scale", "start", "lost_updates", "attempts", "scale"]
 
@@ -38,23 +42,20 @@ def main() -> None:
     models: dict[str, Any] = {
         name: kind() for name, kind in float16_models.MODELS.items()
     }
-    facts = describe("numpy", "jax", "torch")
+    facts = describe("numpy", "jax", "torch", "tensorflow-cpu", "keras")
     with FILE.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow([*COLUMNS, *facts])
-        for name in [*models, "train_torch.py"]:
-            for scale in STARTS:
+        for name in [*models, *STARTS]:
+            for scale in STARTS_OF_LIBRARIES:
                 rule = Dynamic(init_scale=scale)
-                auto = AutoStart(rule, jump=round(math.log2(scale) / 4))
+                auto = AutoStart(rule)
                 for label, policy, retries in (
                     ("dynamic", rule, 0),
                     ("auto", auto, 0),
                     ("auto, retried", auto, auto.tries),
                     ("all retried", auto, auto.tries),
                 ):
-                    every = label == "all retried"
-                    if every and name not in models:
-                        continue  # GradScaler.attempts retries the search alone
                     if name in models:
                         outcome = float16_models.run(
                             models[name],
@@ -62,47 +63,31 @@ def main() -> None:
                             0,
                             steps=STEPS,
                             retries=retries,
-                            every_overflow=every,
+                            every_overflow=label == "all retried",
                         )
-                        found = (
+                        found = [
                             STEPS - outcome.first_updates,
                             outcome.attempts,
                             outcome.final_scale,
-                        )
+                        ]
+                    elif label in STARTS[name]:
+                        found = run_example(name, scale, label)
                     else:
-                        found = run_example(policy, retried=retries > 0)
+                        continue
                     writer.writerow([name, scale, label, *found, *facts.values()])
                     file.flush()
     print_table()
 
 
-def run_example(policy: Any, *, retried: bool) -> tuple[int, int, float]:
-    """Run the training loop of examples/train_torch.py with a policy.
-
-    Returns the lost updates, how often a batch was computed again, and the scale.
-    """
-    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-    import torch
-    import train_torch as example
-
-    from lossscale.torch import GradScaler
-
-    scaler = GradScaler(example.DEVICE, policy=policy)
-    run = example.make_run(scaled=True)._replace(scaler=scaler)
-    random = torch.Generator().manual_seed(0)
-    updates = attempts = 0
-    for _ in range(STEPS):
-        rows = torch.randint(
-            len(example.DIGITS.train_labels), (example.BATCH_SIZE,), generator=random
-        ).to(example.DEVICE)
-        images = example.DIGITS.train_images[rows]
-        labels = example.DIGITS.train_labels[rows]
-        for attempt in scaler.attempts() if retried else (1,):
-            attempts += attempt > 1
-            loss = example.compute_loss(run.model, images, labels, half=True)
-            example.train_step(run, loss)
-        updates += bool(scaler.last_step.applied)
-    return STEPS - updates, attempts, scaler.get_scale()
+def run_example(name: str, scale: float, start: str) -> list[float]:
+    """Return lost updates, attempts and scale of an example, from its own process."""
+    script = Path(__file__).with_name("start_examples.py")
+    arguments = [sys.executable, str(script), name, str(scale), start]
+    quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    result = subprocess.run(  # noqa: S603  # our own script
+        arguments, env=quiet, check=True, capture_output=True, text=True
+    )
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def print_table() -> None:

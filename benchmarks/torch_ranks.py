@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does it cost that all ranks agree, compared with what torch pays for less?
+"""What does one decision for all ranks cost, compared with what torch pays for less?
 
 On 2, 4 and 8 gloo processes of this machine, in one run and in turns, for the gradients
 of a small model spread by FSDP2 (150 tensors of 2,048 numbers, DTensors) and for plain

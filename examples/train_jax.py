@@ -104,6 +104,7 @@ def run(name, dtype, policy):
     )
 
 
-run("float32", jnp.float32, Fixed(1.0))
-run("float16, no scaling", jnp.float16, Fixed(1.0))
-run("float16, dynamic scale", jnp.float16, Dynamic(growth_interval=20))
+if __name__ == "__main__":
+    run("float32", jnp.float32, Fixed(1.0))
+    run("float16, no scaling", jnp.float16, Fixed(1.0))
+    run("float16, dynamic scale", jnp.float16, Dynamic(growth_interval=20))

@@ -55,9 +55,8 @@ def train(name, half):
     run = model, optimizer, scaler = make_run(half)
     generator = torch.Generator().manual_seed(0)  # the same batches in every run
     for step in range(STEPS):
-        rows = torch.randint(
-            len(DIGITS.train_labels), (BATCH_SIZE,), generator=generator
-        )
+        count = len(DIGITS.train_labels)
+        rows = torch.randint(count, (BATCH_SIZE,), generator=generator)
         logits = model(DIGITS.train_images[rows])
         loss = torch.nn.functional.cross_entropy(logits, DIGITS.train_labels[rows])
         overflows = half and step == OVERFLOW_AT
@@ -70,9 +69,8 @@ def train(name, half):
             print(f"step {step} skipped: {scaler.last_step.reason}")
         if step == STEPS // 2:
             run = model, optimizer, scaler = save_and_load(run, half)
-    accuracy = (
-        (model(DIGITS.test_images).argmax(1) == DIGITS.test_labels).float().mean()
-    )
+    is_right = model(DIGITS.test_images).argmax(1) == DIGITS.test_labels
+    accuracy = is_right.float().mean()
     skipped, scale = scaler.skipped_steps, scaler.get_scale()
     print(f"{name:22} accuracy {accuracy:.1%} skipped {skipped} scale {scale:,.0f}")
 

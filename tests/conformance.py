@@ -12,7 +12,7 @@ then run through it.
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from helpers.sequences import overflow_pattern
 from helpers.traces import read
 
 from lossscale import (
+    AboveEdge,
     AutoStart,
     Dynamic,
     Fixed,
@@ -293,6 +294,34 @@ class FunctionalConformance:
             assert nan == bool(self.framework.numpy(signal.nan))
             assert 3.0 == self.framework.numpy(signal.amax)
 
+    @pytest.mark.parametrize("inclusive", [False, True])
+    @pytest.mark.parametrize("edge", [0.1, 8188.0, 32752.0, 65504.0, 1e6])
+    def test_the_fraction_above_an_edge_is_counted(self, edge, inclusive):
+        """Beyond float16, too, and where an edge rounds to a value."""
+        rounded = np.float32(edge)
+        below, above = (np.nextafter(rounded, np.float32(x)) for x in (0, np.inf))
+        half = np.array(
+            [0.1, -8188, 8192, -32752, 65504, np.inf, -np.inf, np.nan, 0], np.float16
+        )
+        single = np.array([[below, -rounded], [above, np.nan]], np.float32)
+        grads = [half, single, np.zeros(0, np.float32)]
+        compare = np.greater_equal if inclusive else np.greater
+        values = np.abs(np.concatenate([half.astype(np.float32), single.ravel()]))
+        with np.errstate(invalid="ignore"):
+            count = np.count_nonzero(compare(values, rounded))
+        assert 0 < count < values.size
+        asked = ("amax", AboveEdge(edge, inclusive=inclusive))
+        _, signal = self.unscale(grads, 2.0, measure=asked)
+        fraction = self.framework.numpy(signal.above_edge)
+        assert (np.float32(count / values.size), "float32") == (
+            fraction,
+            fraction.dtype,
+        )
+
+    def test_no_gradient_is_above_an_edge(self):
+        _, signal = self.unscale([], 1.0, measure=AboveEdge(1.0))
+        assert 0.0 == self.framework.numpy(signal.above_edge)
+
     def test_an_unknown_measurement_is_named_with_those_there_are(self):
         with pytest.raises(LossScaleError, match=r"median.*amax"):
             self.framework.module.unscale([], self.state(1.0), measure=("median",))
@@ -554,6 +583,34 @@ class DataPolicyConformance:
             ], policy
 
     @pytest.mark.parametrize("policy", DATA_POLICIES, ids=lambda p: type(p).__name__)
+    def test_fractions_above_an_edge_give_the_states_of_numpy(self, policy):
+        """Gradients of which a few values pass the edge: `amax` alone would differ."""
+        import lossscale.numpy as reference
+
+        edges = [item for item in policy.wants if isinstance(item, AboveEdge)]
+        if not edges:
+            pytest.skip("reads no fraction")
+        policy = replace(policy, fraction=0.3)
+        module, rng = self.framework.module, np.random.default_rng(3)
+        expected, state = reference.init(policy), module.init(policy)
+        by_amax = reference.init(policy)
+        for _ in range(40):
+            size = edges[0].edge / float(expected.scale)
+            gradient = rng.standard_normal(10) * size * 2.0 ** rng.integers(-3, 3)
+            with np.errstate(over="ignore"):
+                scaled = np.float16(gradient * expected.scale)
+            stored = self.framework.array(scaled)
+            _, theirs = reference.unscale([scaled], expected, measure=policy.wants)
+            _, ours = module.unscale([stored], state, measure=policy.wants)
+            expected = reference.update(policy, expected, theirs)
+            state = module.update(policy, state, ours)
+            by_amax = reference.update(
+                policy, by_amax, theirs._replace(above_edge=None)
+            )
+            assert self.plain(expected) == self.plain(state)
+        assert by_amax.scale != expected.scale
+
+    @pytest.mark.parametrize("policy", DATA_POLICIES, ids=lambda p: type(p).__name__)
     def test_its_state_goes_through_json_and_back(self, policy):
         module = self.framework.module
         state = module.init(policy)
@@ -575,15 +632,15 @@ class DataPolicyConformance:
             )
         )
         for finite, amax in magnitude_trace(9, 25):
-            tops = np.array([amax, amax], np.float32)
+            amaxes = np.array([amax, amax], np.float32)
             one = module.update(
                 policy,
                 one,
-                Signal(self.flag(finite), amax=self.framework.array(tops[0])),
+                Signal(self.flag(finite), amax=self.framework.array(amaxes[0])),
             )
             flags = self.framework.array(np.array([finite, finite]))
             pair = module.update(
-                policy, pair, Signal(flags, amax=self.framework.array(tops))
+                policy, pair, Signal(flags, amax=self.framework.array(amaxes))
             )
         assert [[value, value] for value in self.plain(one)] == [
             self.framework.numpy(value).tolist() for value in pair

@@ -42,6 +42,13 @@ DENIED = {
     r"(zero|subnormal)_share": "zero_fraction, subnormal_fraction",
     r"backoff_refills|late_growth": "backoff_resets_hysteresis, growth_delay",
     r"shown\(": "format_value(",
+    r"stepper": "wrapped optimizer",
+    r"CarriedScale": "GradientScale",
+    r"cell_of": "create_variables",
+    r"tops": "amaxes",
+    r"LostShare": "LostFraction",
+    r"widen(s|ed|ing)?": "upcast",
+    r"(ranks|who) agrees?": "one decision, reduce",
 }
 
 SEARCHED = (

@@ -21,6 +21,8 @@ SUITES = {
     "tensorflow": (
         "tests/adapters/tensorflow/test_tf_keras.py",
         "tests/adapters/tensorflow/test_optimizer.py",
+        "tests/adapters/tensorflow/test_optimizer_gradients.py",
+        "tests/adapters/tensorflow/test_optimizer_refusals.py",
         "tests/adapters/tensorflow/test_checkpoints.py",
         "tests/adapters/tensorflow/test_saver_names.py",
         "tests/adapters/tensorflow/test_results.py",

@@ -48,14 +48,17 @@ SUITES = {
     "command": Suite(("tests/cli", "tests/packaging", "tests/demo"), {}),
     "torch": Suite(("tests/compat/test_torch.py", "tests/adapters/torch"), {}),
     "tensorflow": tensorflow(
-        *("conformance", "modes", "gradients", "headroom", "checkpoints", "optimizer"),
+        *("conformance", "modes", "gradients", "headroom", "checkpoints"),
+        *("optimizer", "optimizer_gradients", "optimizer_refusals"),
         *("results", "tf_keras", "tensorflow_1", "saver_names", "example"),
         *("recording", "inject", "data_policies"),
     ),
     "torch-packages": Suite(("tests/ecosystem",), {}),
     "optax": Suite(("tests/adapters/optax",), {}),
     "keras-tensorflow": keras("tensorflow"),
-    "tensorflow-traces": tensorflow("traces"),
+    "tensorflow-traces": tensorflow(
+        *("scale_traces", "replica_traces", "optimizer_traces", "input_traces")
+    ),
     "torch-ranks": Suite(("tests/distributed",), {}),
     "kernels-interpreted": Suite(
         (

@@ -31,6 +31,10 @@ state: ScaleState = ls.init(dynamic)
 gradients, signal = ls.unscale({"w": np.ones(3)}, state, measure=("norm",))
 seen: Signal = signal
 state = ls.update(dynamic, state, signal)
+edge: lossscale.AboveEdge = lossscale.AboveEdge(8188.0, inclusive=True)
+ls.unscale({"w": np.ones(3)}, state, measure=("amax", edge))
+ls.unscale({"w": np.ones(3)}, state, measure=lossscale.Histogram().wants)
+ls.unscale({"w": np.ones(3)}, state, measure=("amax", 8188.0))  # type: ignore[arg-type]
 
 portable: dict[str, Any] = lossscale.to_portable(dynamic, state)
 policy, restored = lossscale.from_portable(portable)

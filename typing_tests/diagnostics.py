@@ -11,7 +11,7 @@ from lossscale.diagnostics import (
     AlarmRules,
     Backtest,
     Estimate,
-    LostShare,
+    LostFraction,
     Outcome,
     Recommendation,
     Recorder,
@@ -82,7 +82,7 @@ def try_policies(path: Path) -> None:
     assert_type(found, Backtest)
     assert_type(found.outcomes["low"], Outcome)
     assert_type(found.recorded.skipped, Estimate)
-    assert_type(found.recorded.lost, LostShare | None)
+    assert_type(found.recorded.lost, LostFraction | None)
     backtest(read_run(path), [Dynamic(), Fixed()])
     backtest(path, ["torch"])  # type: ignore[list-item]
 

@@ -11,6 +11,7 @@ from lossscale.testing import keras as keras_faults
 from lossscale.testing import numpy as numpy_faults
 from lossscale.testing import tensorflow as tensorflow_faults
 from lossscale.testing import torch as torch_faults
+from lossscale.testing.keras_outputs import OutputInjection
 
 model = torch.nn.Linear(2, 2)
 injection: torch_faults.Injection = torch_faults.inject(
@@ -30,3 +31,5 @@ jax_faults.inject({}, "", "nan", step="1", steps=2)  # type: ignore[arg-type]
 grads = tensorflow_faults.inject([], "[0]", "huge", step=1, steps=[2])
 arrays: Any = numpy_faults.inject([np.ones(2)], "[0]", "-inf", step=1, steps=1)
 fit: keras_faults.Injection = keras_faults.inject(None, "a/b", "inf", steps=1)
+output: OutputInjection = keras_faults.inject(None, "a", "inf", steps=1, where="output")
+keras_faults.inject(None, "a", "inf", steps=1, where="input")  # type: ignore[call-overload]

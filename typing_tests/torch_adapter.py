@@ -114,6 +114,10 @@ explained: Explanation = scaler.explain(lambda: loss)
 explained = scaler.explain(lambda: None, module=model)
 first: Finding | None = explained.first
 helps: bool | None = explained.lower_scale_helps
+worth_a_try: bool = explained.may_depend_on_scale
+if first is not None:
+    number: int | None = first.loss
+    lost: float | None = first.lost_epsilon
 helping: float | None = explained.helping_scale
 words: str = str(explained) + explained.advice
 data: dict[str, Any] = explained.to_dict()

@@ -47,7 +47,9 @@ torch.optim.lr_scheduler.ExponentialLR(own, 0.9).step()
 
 conversion = ls.to_float16(model, keep_float32=["head", torch.nn.Embedding])
 kept: tuple[str, ...] = conversion.kept
+reasons: dict[str, str] = conversion.reasons
 ls.to_float16(model, keep_normalisation=False)
+ls.to_float16(model, keep_float32=[torch.Tensor])  # type: ignore[list-item]
 ls.to_float32(model)
 
 optim.SGD(params, moments_dtype=torch.bfloat16)  # type: ignore[call-arg]

@@ -17,11 +17,13 @@ from lossscale.core.data_policies import (
     WindowFollowsScale,
 )
 from lossscale.core.explanation import Explanation, Finding
+from lossscale.core.measurements import AboveEdge
 from lossscale.core.policies import Dynamic, Fixed, Policy
 from lossscale.core.portable import from_portable, load, save, to_portable
 from lossscale.core.state import ScaleState, Signal
 
 __all__ = [
+    "AboveEdge",
     "AutoStart",
     "Dynamic",
     "Explanation",

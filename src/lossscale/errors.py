@@ -22,7 +22,17 @@ was expected and what to type.
 
 
 class LossScaleError(Exception):
-    """Base class of every exception that lossscale raises on purpose."""
+    """Base class of every exception that lossscale raises on purpose.
+
+    Example:
+        >>> from lossscale import Dynamic
+        >>> from lossscale.errors import LossScaleError
+        >>> try:
+        ...     Dynamic(growth_factor=0.5)
+        ... except LossScaleError as error:
+        ...     print(type(error).__name__)
+        SettingError
+    """
 
     # tf.function re-raises exceptions whose class has no constructor of its own, and
     # turns others into its StagingError. Without this line it would find ValueError's.
@@ -30,31 +40,90 @@ class LossScaleError(Exception):
 
 
 class SettingError(LossScaleError, ValueError):
-    """A policy or class was given a value that it does not accept."""
+    """A policy or class was given a value that it does not accept.
+
+    Example:
+        >>> from lossscale import Dynamic
+        >>> Dynamic(growth_factor=0.5)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        lossscale.errors.SettingError: growth_factor must be a number above 1 ...
+    """
 
 
 class SettingTypeError(LossScaleError, TypeError):
-    """A policy or class was given a value of the wrong type."""
+    """A policy or class was given a value of the wrong type.
+
+    Example:
+        >>> from lossscale import Dynamic
+        >>> Dynamic(growth_interval="often")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        lossscale.errors.SettingTypeError: growth_interval must be a whole number ...
+    """
 
 
 class GradientError(LossScaleError, TypeError):
-    """A gradient or loss is not a floating-point array, or a flag not a boolean."""
+    """A gradient or loss is not a floating-point array, or a flag not a boolean.
+
+    Example:
+        >>> import numpy as np, lossscale, lossscale.numpy as ls
+        >>> state = ls.init(lossscale.Fixed(8.0))
+        >>> ls.unscale(np.array([1, 2]), state)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        lossscale.errors.GradientError: The gradient is int64, expected float16, ...
+    """
 
 
 class StructureError(LossScaleError, ValueError):
-    """Two nested structures that should match do not."""
+    """Two nested structures that should match do not.
+
+    Example:
+        >>> import lossscale.numpy as ls
+        >>> ls.select(True, {"w": 1.0}, {"b": 1.0})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        lossscale.errors.StructureError: The two structures differ at the top: ...
+    """
 
 
 class StateError(LossScaleError, ValueError):
-    """A saved state is malformed, foreign, newer, or cannot be expressed."""
+    """A saved state is malformed, foreign, newer, or cannot be expressed.
+
+    Example:
+        >>> from lossscale import from_portable
+        >>> from_portable({"format": "lossscale/9"})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        lossscale.errors.StateError: This state has format 'lossscale/9', ...
+    """
 
 
 class ContextError(LossScaleError, ValueError):
-    """A call was made in a context that does not allow it, such as another graph."""
+    """A call was made in a context that does not allow it, such as another graph.
+
+    Example:
+        >>> import torch
+        >>> from lossscale.testing.torch import inject
+        >>> with inject(torch.nn.Linear(2, 1), "weight", "nan", steps=1) as injection:
+        ...     injection.__enter__()
+        Traceback (most recent call last):
+        lossscale.errors.ContextError: The fault in weight is being injected already.
+    """
 
 
 class CollapseError(LossScaleError, FloatingPointError):
-    """So many steps in a row were skipped that nothing is being trained."""
+    """So many steps in a row were skipped that nothing is being trained.
+
+    Example:
+        >>> import torch
+        >>> from lossscale.torch import GradScaler
+        >>> weight = torch.nn.Parameter(torch.ones(()))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> scaler = GradScaler("cpu", on_collapse="raise")
+        >>> for _ in range(100):  # doctest: +ELLIPSIS
+        ...     scaler.scale(weight * float("inf")).backward()
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+        Traceback (most recent call last):
+        lossscale.errors.CollapseError: 100 consecutive steps were skipped; ...
+    """
 
 
 class DriftError(LossScaleError, RuntimeError):
@@ -62,8 +131,26 @@ class DriftError(LossScaleError, RuntimeError):
 
 
 class CollapseWarning(UserWarning):
-    """So many steps in a row were skipped that nothing is being trained."""
+    """So many steps in a row were skipped that nothing is being trained.
+
+    Example:
+        >>> import warnings
+        >>> from lossscale.errors import CollapseError, CollapseWarning
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", CollapseWarning)  # as an exception
+        ...     warnings.warn("20 steps in a row", CollapseWarning)
+        Traceback (most recent call last):
+        lossscale.errors.CollapseWarning: 20 steps in a row
+    """
 
 
 class MissingPackageError(LossScaleError, ImportError):
-    """An optional part of lossscale needs a package that is not installed."""
+    """An optional part of lossscale needs a package that is not installed.
+
+    Example:
+        >>> from lossscale.errors import MissingPackageError
+        >>> try:
+        ...     import lossscale.optax
+        ... except MissingPackageError as error:
+        ...     print(error)  # says what to type
+    """

@@ -9,6 +9,7 @@ from importlib.metadata import requires, version
 import pytest
 from helpers.processes import run_process
 from helpers.terminals import seen_on_a_terminal
+from packaging.requirements import Requirement
 
 from lossscale.cli.doctor import _judge
 from lossscale.cli.probe import PARTS, Part, _examine_here
@@ -20,7 +21,8 @@ def run(*arguments, path=None, variables=None):
     """Run the doctor, with a folder of packages before the installed ones."""
     environment = os.environ | (variables or {})
     if path is not None:
-        environment |= {"PYTHONPATH": str(path)}
+        paths = filter(None, (str(path), os.environ.get("PYTHONPATH")))
+        environment |= {"PYTHONPATH": os.pathsep.join(paths)}
     return run_process(
         [*COMMAND, *arguments],
         env=environment,
@@ -51,6 +53,17 @@ def test_every_part_works_where_the_tests_run_or_says_why_not():
         assert part["status"] in {"works", "not installed", "not usable"}, part
         assert "works" == part["status"] or part["advice"] or part["problem"]
     assert (0, True) == (result.returncode, report["ok"])
+
+
+def test_every_package_that_an_extra_declares_is_a_part():
+    assert {Requirement(line).name for line in requires("lossscale")} == set(PARTS)
+
+
+def test_a_live_view_that_cannot_be_imported_is_trouble(tmp_path):
+    install(tmp_path, "textual", "8.0", "")
+    status, part = examined("textual", path=tmp_path)
+    assert (1, "broken") == (status, part["status"])
+    assert "python -I -c 'import lossscale.cli.watch_app'" in part["advice"]
 
 
 def test_the_report_has_what_an_issue_needs():

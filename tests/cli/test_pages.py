@@ -15,6 +15,7 @@ import subprocess
 import sys
 from doctest import ELLIPSIS, OutputChecker
 from functools import cache
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from helpers.processes import run_process
 from helpers.runs import record_run
 
 from lossscale import Dynamic, to_portable
+from lossscale.cli.application import application
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -114,10 +116,27 @@ def test_the_commands_of_a_page_print_what_it_shows(page, tmp_path, tmp_path_fac
 
 
 def test_the_readme_shows_every_command():
-    names = {"demo", "report", "watch", "simulate", "presets", "convert", "doctor"}
-    names |= {"backtest", "recommend"}
     commands = [shown.command for shown in shown_in(ROOT / "README.md")]
-    assert names == {words[1] for words in commands if words[0] == "lossscale"}
+    names = {words[1] for words in commands if words[0] == "lossscale"}
+    assert set(application.commands) == names
+
+
+def test_the_package_page_names_every_command_and_every_extra():
+    page = (ROOT / "PACKAGE.md").read_text(encoding="utf-8")
+    extras = re.findall(r"lossscale\[([a-z,]+)\]", page)
+    assert set(metadata("lossscale").get_all("Provides-Extra")) == {
+        name for names in extras for name in names.split(",")
+    }
+    (row,) = [line for line in page.splitlines() if "the command `lossscale`" in line]
+    names = re.findall(r"`([a-z]+)`", row.partition("the command `lossscale`")[2])
+    assert list(application.commands) == names
+
+
+def test_the_architecture_page_shows_what_the_import_contracts_print():
+    pytest.importorskip("importlinter", reason="import-linter is not installed")
+    (shown,) = shown_in(ROOT / "docs" / "architecture.md")
+    assert "lint-imports" == shown.command[0]
+    compare(shown, run(shown.command, ROOT))
 
 
 def table_of_the_demo(page):

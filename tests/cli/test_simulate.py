@@ -101,6 +101,52 @@ def test_a_file_with_some_magnitudes_says_how_many_steps_are_replayed(tmp_path):
     assert "1 overflow " in remark
 
 
+READERS = ("headroom", "saturation", "log_max", "histogram")
+
+
+def test_policies_that_read_magnitudes_say_that_only_their_rule_ran():
+    names = ("dynamic", *READERS, "overflow_rate", "auto_start")
+    policies = [part for name in names for part in ("-p", name)]
+    rows, remark = simulated("--steps", 5000, "--rate", 0.01, *policies)
+    plain, *others = [{**row, "policy": None} for row in rows]
+    assert [plain] * len(READERS) == others[: len(READERS)]
+    words = (
+        "note: headroom, saturation, log_max and histogram read magnitudes, and these "
+        "steps have none: only their rule ran, and their rows are what a plain Dynamic "
+        "does."
+    )
+    assert words in remark
+    assert "note: auto_start sets its start from a magnitude" in remark
+    assert "overflow_rate" not in remark
+
+
+def test_a_trace_says_it_too():
+    rows, remark = simulated("--finite", "1011", "-p", "headroom", "--trace")
+    # What it remembers besides is not a column.
+    assert {"policy", "step", "finite", "scale", "good_steps", "bad_steps"} == {
+        *rows[0]
+    }
+    assert "headroom reads magnitudes, and these steps have none" in remark
+    assert "" == simulated("--finite", "1011", "--trace")[1]
+
+
+def test_a_step_without_a_magnitude_is_left_to_the_rule(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    file.write_text(recorded([0.5] * 7) + "true\n", encoding="utf-8")
+    _, remark = simulated("--file", file, "-p", "headroom")
+    assert "in finite steps without one, only its rule ran" in remark
+    file.write_text(recorded([0.5] * 7), encoding="utf-8")
+    assert "" == simulated("--file", file, "-p", "headroom")[1]
+
+
+def test_a_policy_with_an_edge_says_that_a_file_has_no_fractions(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    file.write_text(recorded([0.5] * 7), encoding="utf-8")
+    _, remark = simulated("--file", file, "-p", "histogram", "-p", "headroom")
+    assert "histogram reads the fraction of values above its edge" in remark
+    assert "headroom" not in remark
+
+
 def test_a_trace_follows_the_magnitudes(tmp_path):
     file = tmp_path / "steps.jsonl"
     file.write_text(recorded([1.0] * 3), encoding="utf-8")

@@ -48,7 +48,11 @@ def test_the_preset_and_our_class_take_tensorflows_steps():
         ], config
         ours = ls.DynamicLossScale(*config.values())
         assert expected == [
-            (float(ours()), int(ours._cell.read().good_steps), bool(should_apply))
+            (
+                float(ours()),
+                int(ours._state_variables.read().good_steps),
+                bool(should_apply),
+            )
             for flag in flags
             for _, should_apply in [ours.update_from_finite(flag)]
         ]

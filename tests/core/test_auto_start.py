@@ -1,6 +1,8 @@
 """`AutoStart`: where the first scale ends up, and after how many tries."""
 
 import math
+import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +15,10 @@ from lossscale import AutoStart, Dynamic, Signal
 from lossscale.errors import SettingError, SettingTypeError
 
 LARGEST = 65504.0
+
+
+def pick(condition, first, second):
+    return first if condition else second
 
 
 def start(policy, magnitude, *, inside=0.0, steps=30):
@@ -42,6 +48,64 @@ def test_at_most_four_tries_find_a_scale_with_the_margin(magnitude, margin):
     assert scale * magnitude <= limit
     assert scale == 2.0**16 or scale * magnitude > limit / 2 * (1 - 1e-5)
     assert {float(scale)} == {float(state.scale) for state in states[lost:]}
+
+
+@given(
+    st.integers(-24, 31),
+    st.integers(16, 40),
+    st.integers(1, 8),
+    st.integers(0, 12),
+)
+def test_the_tries_reach_from_any_first_scale_to_one(exponent, first, tries, margin):
+    """A magnitude that fits at a scale of 1 is found by the tries, wherever it is."""
+    magnitude = 1.9 * 2.0 ** min(exponent, 14 - margin)
+    policy = AutoStart(Dynamic(init_scale=2.0**first), tries=tries, margin=margin)
+    lost, states = start(policy, magnitude)
+    assert lost <= tries
+    scale = float(states[lost].scale)
+    limit = LARGEST * 2.0**-margin
+    assert scale * magnitude <= limit
+    # The margin is used up to a doubling, unless even the first scale fits.
+    assert scale == 2.0**first or 2 * scale * magnitude > limit
+    assert {scale} == {float(state.scale) for state in states[lost:]}
+
+
+@given(
+    st.integers(0, 100),
+    st.integers(1, 12),
+    st.none() | st.integers(1, 20),
+    st.floats(2.0**-20, 1.0, width=32),
+)
+def test_after_the_tries_every_overflow_is_the_rule_s(first, tries, jump, floor):
+    rule = Dynamic(init_scale=2.0**first, min_scale=floor)
+    policy = AutoStart(rule, tries=tries, jump=jump)
+    state, scales = ls.init(policy), []
+    for _ in range(tries + 3):
+        before = state.scale
+        state = ls.update(policy, state, Signal(False, amax=np.float32(0)))
+        assert floor <= state.scale <= before
+        scales.append(float(before / state.scale))
+    # Never more jumps than tries; what comes after them halves, or stays at the floor.
+    assert sum(ratio > 2.0 for ratio in scales) <= tries
+    assert all(ratio <= 2.0 for ratio in scales[tries:])
+
+
+def test_from_megatron_s_first_scale_four_tries_lead_to_one():
+    policy = AutoStart(Dynamic(init_scale=2.0**32))
+    state, scales = ls.init(policy), []
+    for _ in range(5):
+        state = ls.update(policy, state, Signal(False))
+        scales.append(float(state.scale))
+    assert [2.0**24, 2.0**16, 2.0**8, 1.0, 0.5] == scales
+
+
+def test_a_default_jump_is_found_again_for_another_rule():
+    policy = AutoStart()
+    other = replace(policy, rule=Dynamic(init_scale=2.0**32))
+    assert AutoStart(Dynamic(init_scale=2.0**32)) == other
+    assert policy.jump is other.jump is None
+    assert other == pickle.loads(pickle.dumps(other))  # noqa: S301
+    assert other.step(other.init(), Signal(False), where=pick).scale == 2.0**24
 
 
 def test_the_rule_loses_up_to_sixteen_batches_where_the_start_tries_four_times():
@@ -133,6 +197,7 @@ def test_a_loss_that_is_not_finite_leaves_the_search_if_the_rule_says_so():
         ({"jump": 0}, "jump must be a whole number"),
         ({"tries": 2.5}, "tries must be a whole number"),
         ({"jump": 100, "tries": 3}, "at most 252 doublings, got 100 * 3"),
+        ({"tries": 64}, "at most 252 doublings, got 4 * 64"),
         ({"largest": -1.0}, "positive"),
         ({"rule": 8.0}, "rule must be a Dynamic"),
     ],

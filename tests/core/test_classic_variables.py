@@ -14,9 +14,9 @@ class Recording(type(ls.DynamicLossScale._binding)):
         self.asked = []
         self.contexts = []
 
-    def cell(self, owner, state, scale, good, bad):
+    def create_variables(self, owner, state, scale, good, bad):
         self.asked.append((scale, good, bad))
-        return super().cell(owner, state, scale, good, bad)
+        return super().create_variables(owner, state, scale, good, bad)
 
     def check_context(self, method):
         self.contexts.append(method)
@@ -58,7 +58,9 @@ def test_the_dynamic_loss_scale_has_the_originals_two():
 
 def test_a_state_that_cannot_be_read_is_left_out_of_repr(monkeypatch):
     scale = ls.DynamicLossScale(8, 2, 2)
-    monkeypatch.setattr(type(scale._cell), "read_for_repr", lambda self: None)
+    monkeypatch.setattr(
+        type(scale._state_variables), "read_for_repr", lambda self: None
+    )
     expected = (
         "DynamicLossScale(initial_loss_scale=8.0, increment_period=2, multiplier=2.0)"
     )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import lossscale.numpy as ls
 from lossscale import (
+    AboveEdge,
     AutoStart,
     Dynamic,
     Headroom,
@@ -133,8 +134,8 @@ def test_a_vector_of_scales_is_many_scales(kind, rule, observed):
             ls.update(policy, state, Signal(flag, amax=top))
             for state, (flag, top) in zip(single, pairs, strict=True)
         ]
-        flags, tops = map(np.array, zip(*pairs, strict=True))
-        vector = ls.update(policy, vector, Signal(flags, amax=tops))
+        flags, amaxes = map(np.array, zip(*pairs, strict=True))
+        vector = ls.update(policy, vector, Signal(flags, amax=amaxes))
         for index, state in enumerate(single):
             assert state == type(state)(*(value[index] for value in vector))
 
@@ -285,8 +286,10 @@ class TestLogMax:
 class TestHistogram:
     def test_it_moves_once_a_period_by_the_edge(self):
         policy = Histogram(Dynamic(init_scale=8.0), period=2)
-        tops = [1.0, 1.0, 9000.0, 1.0, 1.0, 1.0]
-        scales = [after.scale for *_, after in walk(policy, [(True, t) for t in tops])]
+        amaxes = [1.0, 1.0, 9000.0, 1.0, 1.0, 1.0]
+        scales = [
+            after.scale for *_, after in walk(policy, [(True, t) for t in amaxes])
+        ]
         assert [8.0, 16.0, 16.0, 8.0, 8.0, 16.0] == scales
 
     def test_a_measured_fraction_decides_before_the_largest_magnitude(self):
@@ -488,3 +491,34 @@ class TestOctaves:
 def test_every_error_of_a_policy_is_one_of_ours():
     with pytest.raises(LossScaleError):
         Headroom(Dynamic(), margin=None)
+
+
+def test_a_policy_with_an_edge_asks_for_the_fraction_above_it():
+    assert ("amax", AboveEdge(0.125 * 65504.0)) == Histogram().wants
+    assert ("amax", AboveEdge(448.0, inclusive=True)) == Saturation(edge=448).wants
+    assert ("amax",) == Headroom().wants
+    assert () == OverflowRate().wants
+
+
+@pytest.mark.parametrize("edge", [0.0, -1.0, math.nan, math.inf, "8", None])
+def test_an_edge_that_no_value_can_pass_is_refused(edge):
+    with pytest.raises(LossScaleError, match="edge must be a positive"):
+        AboveEdge(edge)
+
+
+def test_an_edge_is_a_float32_number():
+    assert float(np.float32(0.1)) == AboveEdge(0.1).edge
+    with pytest.raises(SettingTypeError, match="inclusive must be True or False"):
+        AboveEdge(1.0, inclusive=1)
+
+
+@pytest.mark.parametrize(
+    ("measure", "words"),
+    [
+        ([AboveEdge(1.0), AboveEdge(2.0)], "got 2 edges"),
+        (["above_edge"], r"above_edge.*lossscale.AboveEdge\(edge\)"),
+    ],
+)
+def test_measurements_that_make_no_sense_are_refused(measure, words):
+    with pytest.raises(SettingError, match=words):
+        ls.unscale([np.float32([1.0])], ls.init(Dynamic()), measure=measure)

@@ -82,7 +82,7 @@ def test_the_exponential_manager_replays_the_original(row):
     actual = []
     for finite in row["finite"]:
         assert manager.update_loss_scale(finite) is None
-        state = manager._cell.read()
+        state = manager._state_variables.read()
         actual.append(tuple(value.item() for value in state))
     assert expected == actual
     assert manager.get_loss_scale() == row["scale"][-1]
@@ -97,7 +97,7 @@ def test_the_dynamic_loss_scale_replays_the_original(row):
         gradient = np.float32(1.0 if finite else np.nan)
         operation, should_apply = loss_scale.update([gradient, None])
         assert operation is None
-        good = loss_scale._cell.read().good_steps.item()
+        good = loss_scale._state_variables.read().good_steps.item()
         actual.append((loss_scale().item(), good, bool(should_apply)))
     assert expected == actual
 

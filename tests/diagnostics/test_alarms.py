@@ -30,7 +30,7 @@ def alarms(records, policy=POLICY, **rules):
 
 
 def backing_off(count, every=10, loss=2.0):
-    """Return a run that settles, and then lowers its scale so many times."""
+    """Return a run that finds its scale, and then lowers its scale so many times."""
     records, scale, number = healthy(1, 50, loss=loss), 1024.0, 50
     for _ in range(count):
         records.append(skip(number + 1, scale, loss=loss, nonfinite=(("a", "inf"),)))
@@ -46,6 +46,23 @@ def test_several_back_offs_with_a_finite_loss():
     assert ("back-offs", 82, ("a",)) == (alarm.kind, alarm.step, alarm.names)
     assert "4 times within" in alarm.message
     assert "from 1,024 to 64" in alarm.message
+    assert "growing faster than the scale can follow" in alarm.message
+
+
+def test_growths_in_between_count_against_back_offs_and_are_named():
+    records, number = healthy(1, 50), 50
+    for scale in (1024.0, 1024.0, 1024.0, 4096.0):  # raised before each of the last 3
+        records.append(skip(number + 1, scale, nonfinite=(("a", "inf"),)))
+        records += healthy(number + 2, number + 9, scale / 2)
+        number += 9
+    assert [] == alarms(records)
+    for scale in (2048.0, 1024.0, 512.0):
+        records.append(skip(number + 1, scale, nonfinite=(("a", "inf"),)))
+        records += healthy(number + 2, number + 5, scale / 2)
+        number += 5
+    (alarm,) = alarms(records)
+    text = "lowered 7 times within 48 steps, and raised 3 times in between, from 1,024"
+    assert f"{text} to 256" in alarm.message
 
 
 def test_the_last_good_step_is_the_one_before_the_first_back_off():

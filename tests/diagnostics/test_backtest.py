@@ -249,6 +249,22 @@ def test_without_magnitudes_overflows_are_not_independent_of_the_scale(tmp_path)
     assert any("No largest magnitude was recorded" in r for r in found.remarks)
 
 
+def test_without_magnitudes_policies_that_read_them_are_named(tmp_path):
+    limits = np.full(200, 1.5 * 2.0**12)
+    path = tmp_path / "run.jsonl"
+    record(path, Dynamic(growth_interval=20), limits, measured=False)
+    policies = {"plain": Dynamic(), "head": Headroom(), "log": LogMax()}
+    found = backtest(path, policies)
+    plain, *readers = found.outcomes.values()
+    for outcome in readers:
+        np.testing.assert_array_equal(plain.scales, outcome.scales)
+    (remark,) = [text for text in found.remarks if "only their rule ran" in text]
+    assert remark.startswith("head and log read magnitudes")
+    measured = tmp_path / "measured.jsonl"
+    record(measured, Dynamic(growth_interval=20), limits)
+    assert not [r for r in backtest(measured, policies).remarks if "rule ran" in r]
+
+
 def test_lost_values_are_those_of_gradients_stored_at_that_scale(tmp_path):
     rng = np.random.default_rng(0)
     true = rng.standard_normal(4_000) * 2.0 ** rng.integers(-30, -10, 4_000)

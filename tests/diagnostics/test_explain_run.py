@@ -143,6 +143,44 @@ def test_the_step_that_led_to_the_alarm_is_explained(path):
     assert 1 == explain_run(path, step=1).step
 
 
+def test_the_streak_that_ends_at_the_alarm_is_explained(path):
+    """An overflow before it was followed by a step that was applied: it is another."""
+    nan = dict.fromkeys(NAMES, "nan")
+    rows = [{}] * 149
+    rows += [bad(nonfinite={NAMES[1]: "inf"}), {"scale": 512.0}]
+    rows += [bad("loss", scale=512.0, loss=None, nonfinite=nan)] * 5
+    seen = explain_run(record(path, rows))
+    assert ("nan", 154, 149) == (seen.alarm, seen.alarm_step, seen.last_good_step)
+    assert (152, "loss", 150, False) == (
+        seen.step,
+        seen.cause,
+        seen.first_skipped,
+        seen.loss_finite,
+    )
+    text = str(seen)
+    assert "The loss of the step was not finite." in text
+    # The loss broke, no layer: and that it did is in the record.
+    assert "it broke between these two" not in text
+    assert "the loss" not in text.partition("The record does not have")[2]
+
+
+def test_an_infinity_just_before_a_streak_of_nan_is_not_part_of_it(path):
+    rows = [{}] * 30 + [bad(nonfinite={NAMES[1]: "inf"})]
+    rows += [bad("nan", scale=512.0, nonfinite={NAMES[0]: "nan"})] * 3
+    seen = explain_run(record(path, rows))
+    assert ("nan", 34, 32) == (seen.alarm, seen.alarm_step, seen.step)
+
+
+def test_back_offs_are_explained_by_the_last_of_them(path):
+    """The alarm is raised by the step after the last overflow, which was applied."""
+    rows, scale = [{}] * 20, 1024.0
+    for _ in range(4):
+        rows += [bad(scale=scale), *[{"scale": scale / 2}] * 9]
+        scale /= 2
+    seen = explain_run(record(path, rows))
+    assert ("back-offs", 52, 51) == (seen.alarm, seen.alarm_step, seen.step)
+
+
 def test_a_run_without_skips_has_nothing_to_explain(path):
     seen = explain_run(record(path, [{}, {}]))
     assert seen.step is None

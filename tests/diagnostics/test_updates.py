@@ -165,15 +165,6 @@ def test_a_step_with_statistics_of_no_tensor_has_a_report(path):
         assert build_report([path]).endswith("</html>\n")
 
 
-def test_formats_in_a_header_that_are_none_are_ignored(path):
-    record(path, {"a": (0.5, 0.0, *HALF)}, names=["w"])
-    header, *lines = path.read_text().splitlines(keepends=True)
-    for dtypes in ([{}], ["float17"], [None], [], {}):
-        changed = json.dumps(json.loads(header) | {"dtypes": dtypes}) + "\n"
-        path.write_text("".join([changed, *lines]))
-        assert build_report([path]).endswith("</html>\n")
-
-
 def test_every_format_has_the_table(path):
     record(path, {"a": (1.5e-3, 0.25, *KEPT), "b": (math.inf, 0.0, *SINGLE)})
     text = build_report([path], format="md")

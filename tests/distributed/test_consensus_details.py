@@ -1,4 +1,4 @@
-"""What else ranks agree on: norms, losses, micro-batches; and what it takes."""
+"""What else ranks reduce: norms, losses, micro-batches; and what it takes."""
 
 import math
 import random

@@ -155,3 +155,102 @@ def explain_between_steps(as_views):
 def test_gradients_of_ddp_are_put_back(two_ranks, as_views):
     for found in two_ranks.run(explain_between_steps, as_views):
         assert (False, True, True, True) == found
+
+
+def build_layers(layout):
+    """Return two layers with a ReLU between them, spread over the ranks."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    is_ddp = layout == "DDP"
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=is_ddp), nn.Linear(16, 1))
+    if is_ddp:
+        return nn.parallel.DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (2,))
+    if layout == "FSDP2 of one rank":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+        mesh = mesh["inner"]
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def explain_layers(layout, scale, bad_shard=None, bad_batch=None):
+    """Explain a batch of two layers under autocast; return it as data.
+
+    Args:
+        layout: How the model is spread.
+        scale: The scale.
+        bad_shard: The rank whose shard of the first weight has a NaN.
+        bad_batch: The rank whose batch has one.
+    """
+    import torch
+
+    from lossscale.torch import GradScaler
+
+    model = build_layers(layout)
+    rank = torch.distributed.get_rank()
+    weight = next(model.parameters())
+    if rank == bad_shard:
+        with torch.no_grad():
+            local(weight)[0] = torch.nan
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    if rank == bad_batch:
+        batch[0, 0] = torch.nan
+    scaler = GradScaler("cpu", init_scale=scale, module=model)
+
+    def step():
+        with torch.autocast("cpu", torch.float16):
+            loss = model(batch).float().pow(2).mean()
+        scaler.scale(loss).backward()
+
+    return scaler.explain(step).to_dict()
+
+
+@pytest.mark.parametrize("layout", ["FSDP2", "FSDP2 of one rank"])
+def test_an_overflow_of_every_rank_is_its_own_with_fsdp2(two_ranks, layout):
+    expected = two_ranks.run(explain_layers, "DDP", 2.0**36)
+    for ours, of_ddp in zip(
+        two_ranks.run(explain_layers, layout, 2.0**36), expected, strict=True
+    ):
+        found = ours["first"]
+        assert found["origin"] == "overflow"
+        assert found["direction"] == "backward"
+        keys = ("module", "operation", "node", "magnitude", "origin")
+        assert [of_ddp["first"][key] for key in keys] == [found[key] for key in keys]
+        assert of_ddp["helping_scale"] == ours["helping_scale"] > 1.0
+        assert "another rank" not in ours["text"]
+        assert "Clean the data" not in ours["text"]
+
+
+def test_a_damaged_shard_is_a_parameter_on_every_rank(two_ranks):
+    first, second = two_ranks.run(explain_layers, "FSDP2", 1024.0, 1)
+    names = ("role", "tensor", "module", "direction")
+    expected = ["parameter", "0.weight", "0", "given"]
+    for seen in (first, second):
+        assert expected == [seen["first"][name] for name in names]
+    assert (first["first"]["origin"], second["first"]["origin"]) == (
+        "another rank",
+        "parameter",
+    )
+    assert (
+        "the parameter 0.weight is NaN; it arrived from another rank" in (first["text"])
+    )
+
+
+def test_a_damaged_parameter_is_one_with_fsdp2_of_one_rank(two_ranks):
+    _, seen = two_ranks.run(explain_layers, "FSDP2 of one rank", 1024.0, 1)
+    assert (seen["first"]["origin"], seen["first"]["tensor"]) == (
+        "parameter",
+        "0.weight",
+    )
+
+
+@pytest.mark.parametrize("layout", ["DDP", "FSDP2"])
+def test_the_first_layer_reads_a_bad_batch_before_a_relu_in_place(two_ranks, layout):
+    first, second = two_ranks.run(explain_layers, layout, 1024.0, None, 1)
+    assert first["first"]["origin"] == "another rank"
+    assert first["loss_finite"] is True
+    assert (second["first"]["origin"], second["first"]["module"]) == ("batch", "0")

@@ -71,6 +71,26 @@ def test_the_update_of_a_shard_is_measured(mesh, name, dtype):
 
 
 @pytest.mark.parametrize("name", MAKERS)
+def test_sums_of_micro_batches_reach_sharded_masters_in_float32(mesh, name):
+    for params in (make_params(torch.float16, None), make_params(torch.float16, mesh)):
+        optimizer = MAKERS[name](params)
+        scaler = GradScaler("cpu", init_scale=2.0**16)
+        scaler.scale(torch.zeros(()))
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.full_like(param, 1e-8 * 2.0**16)
+            scaler.accumulate(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        kept = "exp_avg" if name == "AdamW" else "momentum_buffer"
+        moment = optimizer.state[params[0]][kept]
+        moment = moment.full_tensor() if isinstance(moment, DTensor) else moment
+        expected = 2e-8 * (0.1 if name == "AdamW" else 1.0)
+        found = moment.flatten().tolist()
+        assert [expected] * len(found) == pytest.approx(found, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", MAKERS)
 def test_a_loaded_state_is_sharded_as_its_parameter_is(mesh, name):
     params = make_params(torch.float16, mesh)
     optimizer = MAKERS[name](params)

@@ -17,6 +17,7 @@ accelerate = pytest.importorskip("accelerate", reason="accelerate is not install
 
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import GradScalerKwargs  # noqa: E402
+from conformance import DATA_POLICIES  # noqa: E402
 
 from lossscale import Dynamic, errors  # noqa: E402
 from lossscale.torch import GradScaler, optim, to_float16  # noqa: E402
@@ -505,6 +506,26 @@ def test_a_saved_run_goes_on_as_if_it_had_not_stopped(kind, tmp_path):
         step(resumed, factor)
     check_equal(weights(through), weights(resumed))
     assert through.scheduler.get_last_lr() == resumed.scheduler.get_last_lr()
+    state = through.accelerator.scaler.state_dict()
+    assert state == resumed.accelerator.scaler.state_dict()
+
+
+@pytest.mark.parametrize("policy", DATA_POLICIES, ids=lambda p: type(p).__name__)
+def test_what_a_policy_remembers_survives_a_saved_run(policy, tmp_path):
+    through = start(GradScaler("cpu", policy=policy))
+    for number, factor in enumerate(BAD_IN_BETWEEN):
+        step(through, factor)
+        if number == 2:
+            through.accelerator.save_state(str(tmp_path))
+            saved = through.accelerator.scaler.state_dict()
+    resumed = start(GradScaler("cpu", policy=policy))
+    if len(policy.init()) > 3:
+        assert saved["memory"] != resumed.accelerator.scaler.state_dict()["memory"]
+    resumed.accelerator.load_state(str(tmp_path))
+    assert saved == resumed.accelerator.scaler.state_dict()
+    for factor in BAD_IN_BETWEEN[3:]:
+        step(resumed, factor)
+    check_equal(weights(through), weights(resumed))
     state = through.accelerator.scaler.state_dict()
     assert state == resumed.accelerator.scaler.state_dict()
 

@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist  # noqa: E402
 from helpers.limits import HANG  # noqa: E402
-from helpers.torch_steps import BAD, parameter, picture  # noqa: E402
+from helpers.torch_steps import BAD, parameter, snapshot  # noqa: E402
 from torch.amp.grad_scaler import (  # noqa: E402
     OptState,
     _refresh_per_optimizer_state,
@@ -551,7 +551,7 @@ def check_same(expected, found):
         assert one.scales == other.scales
         for theirs, ours in zip(one.weights, other.weights, strict=True):
             assert same(theirs, ours)
-        assert picture(one.optimizer) == picture(other.optimizer)
+        assert snapshot(one.optimizer) == snapshot(other.optimizer)
         assert all(weight.isfinite().all() for weight in other.weights[-1])
 
 

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 
+from conformance import DATA_POLICIES
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
@@ -24,6 +25,9 @@ SETTINGS = {"init_scale": 1024.0, "growth_interval": 2}
 BATCHES = 6
 
 both = pytest.mark.parametrize("kind", [THEIRS, GradScaler], ids=["torch", "ours"])
+every_data_policy = pytest.mark.parametrize(
+    "policy", DATA_POLICIES, ids=lambda policy: type(policy).__name__
+)
 fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
 pytestmark = [
@@ -461,6 +465,27 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path):
     assert torch.equal(whole.weights[-1], model.weights[-1])
     assert whole.scaler.state_dict() == scaler.state_dict()
     assert (12, 2) == (scaler.total_steps, scaler.skipped_steps)
+
+
+@every_data_policy
+def test_what_a_policy_remembers_survives_a_resumed_run(policy, tmp_path):
+    def scaled():
+        return GradScaler("cpu", policy=policy)
+
+    whole, half, model = (Held(bad=(1,)) for _ in range(3))
+    trainer_of(scaled(), max_epochs=2).fit(whole)
+    trainer_of(scaled()).fit(half)
+    half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)["MixedPrecision"]
+    assert saved == half.scaler.state_dict()
+    remembered = dict(zip(policy.init()._fields[3:], policy.init()[3:], strict=True))
+    if remembered:
+        assert remembered.keys() == saved["memory"].keys()
+        assert remembered != saved["memory"]
+    trainer_of(scaled(), max_epochs=2).fit(model, ckpt_path=tmp_path / "half.ckpt")
+    assert whole.scales == half.scales + model.scales
+    assert torch.equal(whole.weights[-1], model.weights[-1])
+    assert whole.scaler.state_dict() == model.scaler.state_dict()
 
 
 def test_a_checkpoint_holds_the_state_of_the_scaler_in_full(tmp_path):

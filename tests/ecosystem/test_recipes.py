@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.limits import HANG_SECONDS
 
-pytest.importorskip("torch", reason="torch is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 
@@ -77,6 +77,18 @@ def test_a_run_goes_from_torch_to_ours_and_back_without_a_difference():
         "ours counted 30 steps of its own, 0 skipped",
         "weights the same to the bit: True",
     ] == lines[3:]
+
+
+def test_a_captured_step_skips_by_itself():
+    skipped = ["step 5 of 10 was skipped, scale 512", "skipped 1, rate 0.00349"]
+    lines = printed("captured_step")
+    assert skipped == lines[:2]
+    if torch.cuda.is_available():
+        assert ["the same in a CUDA graph:", *skipped] == lines[2:5]
+        (apart,) = numbers(r"largest difference of a weight: (\S+)", lines[5])
+        assert 1e-3 > apart
+    else:
+        assert ["there is no GPU: no step was captured in a graph"] == lines[2:]
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")

@@ -17,10 +17,13 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
+from lossscale import Dynamic, Headroom, LogMax, OverflowRate  # noqa: E402
 from lossscale.torch import GradScaler, optim, to_float16  # noqa: E402
 
 INF = float("inf")
 STEPS = 6
+RULE = Dynamic(init_scale=1024.0, growth_interval=2)
+REMEMBERING = [Headroom(RULE, window=2), LogMax(RULE), OverflowRate(RULE)]
 FUSED, FOREACH = "adamw_torch_fused", "adamw_torch"
 
 
@@ -210,6 +213,26 @@ def test_a_checkpoint_has_the_scaler_and_resuming_restores_it(optimizer, tmp_pat
     assert 3 == len(recorder.weights)
     assert scaler.state_dict() == again.state_dict()
     assert (STEPS, 2) == (again.total_steps, again.skipped_steps)
+    check_equal(weights(through.model), weights(resumed.model))
+
+
+@pytest.mark.parametrize("policy", REMEMBERING, ids=lambda p: type(p).__name__)
+def test_what_a_policy_remembers_survives_resuming(policy, tmp_path):
+    def fresh(folder):
+        scaler = GradScaler("cpu", policy=policy)
+        settings = {"save_strategy": "steps", "save_steps": 3, "optim": FUSED}
+        return scaler, *trainer(folder, scaler, bad=[1, 4], **settings)
+
+    scaler, through, _ = fresh(tmp_path / "through")
+    first = scaler.state_dict()["memory"]
+    through.train()
+    checkpoint = tmp_path / "through" / "checkpoint-3"
+    saved = torch.load(checkpoint / "scaler.pt", weights_only=True)
+    assert first != saved["memory"]
+
+    again, resumed, _ = fresh(tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert scaler.state_dict() == again.state_dict()
     check_equal(weights(through.model), weights(resumed.model))
 
 

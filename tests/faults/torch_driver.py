@@ -3,6 +3,7 @@
 import io
 import math
 import warnings
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from helpers.faults import (
 )
 
 from lossscale.errors import CollapseWarning
+from lossscale.testing.torch import inject
 from lossscale.torch import GradScaler
 
 CLASSES = {
@@ -142,8 +144,14 @@ class Loop:
         terms = zip(self.weights, self._slopes, strict=True)
         loss = sum((weight * slope).sum() for weight, slope in terms)
         _raise(raise_at, "scale")
-        self.scaler.scale(loss).backward()
-        self._inject(step.faults)
+        with ExitStack() as stack:
+            for fault in step.faults:
+                if fault.kind != "missing":
+                    stack.enter_context(self._inject(fault))
+            self.scaler.scale(loss).backward()
+        for fault in step.faults:
+            if fault.kind == "missing":
+                self.weights[self._index(fault)].grad = None
         _raise(raise_at, "backward")
         if all(weight.grad is None for weight in self.weights):
             self.weights[0].grad = torch.zeros_like(self.weights[0])
@@ -188,16 +196,19 @@ class Loop:
         elif self.scaler._per_optimizer_states[id(self.optimizer)]["stage"].value == 2:
             raise RuntimeError  # stepped, and not updated
 
-    def _inject(self, faults) -> None:
-        """Write faults into the gradients, which carry the scale."""
-        for fault in faults:
-            weight = self.weights[int(fault.tensor * len(self.weights))]
-            if fault.kind == "missing":
-                weight.grad = None
-            elif weight.grad is not None:
-                flat = weight.grad.view(-1)
-                number = value(fault.kind, "float32")
-                flat[int(fault.element * len(flat))] = number
+    def _index(self, fault) -> int:
+        return int(fault.tensor * len(self.weights))
+
+    def _inject(self, fault):
+        """Return a context in which a fault is written into a scaled gradient."""
+        index = self._index(fault)
+        return inject(
+            self.optimizer,
+            f"param_groups[0]['params'][{index}]",
+            value(fault.kind, "float32"),
+            steps=1,
+            element=int(fault.element * self.weights[index].numel()),
+        )
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return weights and optimizer state by name."""

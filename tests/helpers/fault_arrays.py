@@ -16,6 +16,7 @@ from helpers.faults import (
     plan,
     value,
 )
+from lossscale.testing.numpy import inject
 
 SHAPES = ((5,), (3, 4), (1,))
 SLOPES = [
@@ -36,14 +37,18 @@ def written(faults: Sequence[Fault]) -> list[np.ndarray | None]:
     """
     arrays: list[np.ndarray | None] = [np.zeros(shape, np.float32) for shape in SHAPES]
     for fault in faults:
-        array = arrays[int(fault.tensor * len(arrays))]
+        index = int(fault.tensor * len(arrays))
+        array = arrays[index]
         if array is None:
             continue
         if fault.kind == "missing":
-            arrays[int(fault.tensor * len(arrays))] = None
+            arrays[index] = None
         else:
+            number = value(fault.kind, "float32")
             place = int(fault.element * array.size)
-            array.reshape(-1)[place] = value(fault.kind, "float32")
+            arrays = inject(
+                arrays, f"[{index}]", number, step=1, steps=1, element=place
+            )
     if all(array is None for array in arrays):
         arrays[0] = np.zeros(SHAPES[0], np.float32)
     return arrays

@@ -36,13 +36,13 @@ def one_weight():
     return weight, torch.optim.SGD([weight], lr=1.0)
 
 
-def started(scaler):
+def init_scale_tensor(scaler):
     """Return a scaler whose tensors are on the CPU."""
     scaler.scale(torch.zeros(()))
     return scaler
 
 
-def give(parameters, gradients, scale=1.0):
+def set_grads(parameters, gradients, scale=1.0):
     """Set gradients, multiplied by a scale in their own dtype; `None` for none."""
     for one, gradient in zip(parameters, gradients, strict=True):
         one.grad = None if gradient is None else gradient * scale
@@ -50,7 +50,7 @@ def give(parameters, gradients, scale=1.0):
 
 def step(scaler, optimizer, gradient, parameters):
     """Take one iteration with the same number in every gradient, still scaled."""
-    started(scaler)
+    init_scale_tensor(scaler)
     for one in parameters:
         one.grad = torch.full_like(one, gradient)
     result = scaler.step(optimizer)
@@ -73,7 +73,7 @@ def tensors_of(value):
     return [value]
 
 
-def picture(optimizer):
+def snapshot(optimizer):
     """Return weights and optimizer state, to the bit, to compare with later."""
     weights = [one for group in optimizer.param_groups for one in group["params"]]
     state = [copy.deepcopy(dict(optimizer.state.get(one, {}))) for one in weights]
@@ -83,7 +83,7 @@ def picture(optimizer):
 _RAISED = (AssertionError, RuntimeError, ValueError, KeyError, AttributeError)
 
 
-def outcome(call):
+def result_or_error(call):
     """Return what a call returns, or the kind and text of what it raises."""
     try:
         return ("returned", call())

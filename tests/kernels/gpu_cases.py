@@ -481,7 +481,7 @@ class Expected(NamedTuple):
     usable: bool
     """Whether the scale is of any use."""
     all_finite: bool
-    """Whether the gradients are, as they came."""
+    """Whether the scaled gradients are."""
     found: bool
     too_large: bool
     nan: bool
@@ -491,10 +491,10 @@ class Expected(NamedTuple):
     factor: float
     scale: float
     clip: float
-    tops: list[float]
+    amaxes: list[float]
 
 
-def carried(case: Case) -> tuple[np.float64, np.float32]:
+def scale_and_inverse(case: Case) -> tuple[np.float64, np.float32]:
     """Return the scale in float64 and its inverse in float32, as the kernels do."""
     with np.errstate(all="ignore"):
         scale = np.float64(np.float32(case.scale))
@@ -508,20 +508,20 @@ def expected(case: Case, gradients: list[Any]) -> Expected:
     """Return the summary of gradients that are in the host's memory."""
     request = case.request
     with np.errstate(all="ignore"):
-        scale, inverse = carried(case)
+        scale, inverse = scale_and_inverse(case)
         times = np.float64(inverse)
         arrays = [gradient.double().numpy().ravel() for gradient in gradients]
         came = [np.abs(array).max(initial=0.0) for array in arrays]  # NaN is above all
         limits = [LIMITS[gradient.dtype] for gradient in gradients]
-        tops = [
-            top
-            if math.isnan(top) or (top * times <= limit and times > 0.0)
+        amaxes = [
+            amax
+            if math.isnan(amax) or (amax * times <= limit and times > 0.0)
             else np.float64(math.inf)
-            for top, limit in zip(came, limits, strict=True)
+            for amax, limit in zip(came, limits, strict=True)
         ]
-        finite = all(map(math.isfinite, tops))
+        finite = all(map(math.isfinite, amaxes))
         if request.norm_type == math.inf:
-            norm = np.max(tops) / scale
+            norm = np.max(amaxes) / scale
         else:
             norm = _euclid(np.concatenate(arrays)) / scale
         clip = np.float64(1.0)
@@ -530,7 +530,7 @@ def expected(case: Case, gradients: list[Any]) -> Expected:
         divisor = np.float32(scale / clip)
         too_large = False
         if case.bound is not None and not request.max_norm <= case.bound:
-            too_large = any(top * times > case.bound for top in tops)
+            too_large = any(amax * times > case.bound for amax in amaxes)
         if request.max_norm < math.inf:
             too_large = too_large or not norm <= FLOAT32_MAX
         too_large = finite and too_large
@@ -541,29 +541,29 @@ def expected(case: Case, gradients: list[Any]) -> Expected:
             all_finite=all(map(math.isfinite, came)),
             found=too_large or not finite,
             too_large=too_large,
-            nan=any(map(math.isnan, tops)),
-            amax=_shown(max(filter(math.isfinite, tops), default=0.0)),
+            nan=any(map(math.isnan, amaxes)),
+            amax=_clamp_to_float32(max(filter(math.isfinite, amaxes), default=0.0)),
             norm=float(np.float32(norm)),
             divisor=float(divisor),
             factor=float(np.float32(clip * times)),
             scale=float(np.float32(scale)),
             clip=float(np.float32(clip)),
-            tops=[_shown(top) for top in tops],
+            amaxes=[_clamp_to_float32(amax) for amax in amaxes],
         )
 
 
 def _euclid(numbers: Any) -> np.float64:
     """Return a norm whose squares neither overflow nor vanish."""
-    top = np.abs(numbers).max(initial=0.0)
-    if top == 0.0 or not np.isfinite(top):
-        return np.float64(top)
-    return top * np.sqrt(np.square(numbers / top).sum())
+    amax = np.abs(numbers).max(initial=0.0)
+    if amax == 0.0 or not np.isfinite(amax):
+        return np.float64(amax)
+    return amax * np.sqrt(np.square(numbers / amax).sum())
 
 
-def _shown(top: Any) -> float:
+def _clamp_to_float32(amax: Any) -> float:
     """Return a magnitude in float32; a finite one beyond it is no infinity."""
-    narrow = np.float32(top)
-    return FLOAT32_MAX if math.isinf(narrow) and math.isfinite(top) else float(narrow)
+    narrow = np.float32(amax)
+    return FLOAT32_MAX if math.isinf(narrow) and math.isfinite(amax) else float(narrow)
 
 
 def product(tensor: Any, factor: np.float32) -> Any:
@@ -598,13 +598,13 @@ def check(case: Case, kernels: Any = None, *, strict: bool = True) -> None:
     device = gradients[0].device
     before = [_numbers(gradient, case) for gradient in gradients]
     want = expected(case, before)
-    _, inverse = carried(case)
+    _, inverse = scale_and_inverse(case)
     given = torch.tensor(
         inverse if case.inverted else case.scale, dtype=FLOAT32, device=device
     )
     with np.errstate(all="ignore"):  # the interpreter computes in NumPy
         buffer = kernels.measure(gradients, given, case.request, inverted=case.inverted)
-    _check_verdict(case, want, buffer.cpu().tolist(), strict)
+    _check_summary(case, want, buffer.cpu().tolist(), strict)
     if not want.usable:
         return
     after = [_numbers(gradient, case) for gradient in gradients]
@@ -637,18 +637,18 @@ def _same(what: str, left: float, right: float, within: float = 0.0) -> None:
         raise AssertionError(message)
 
 
-def _check_verdict(case: Case, want: Expected, have: list[float], strict: bool) -> None:
-    name, tops = case.name, have[HEADER:]
+def _check_summary(case: Case, want: Expected, have: list[float], strict: bool) -> None:
+    name, amaxes = case.name, have[HEADER:]
     _same(f"{name}: found", float(want.found), have[FOUND_INF])
     _same(f"{name}: too large", float(want.too_large), have[TOO_LARGE])
     if not want.usable:
         _same(f"{name}: found", 1.0, have[FOUND_INF])
-        _same(f"{name}: a finite top", 0.0, float(any(map(math.isfinite, tops))))
+        _same(f"{name}: a finite amax", 0.0, float(any(map(math.isfinite, amaxes))))
         return
     _same(f"{name}: NaN", float(want.nan), have[NAN])
     _same(f"{name}: scale", want.scale, have[SCALE])
     exact = strict or not case.request.unscale_in_place
-    _check_tops(case, want.tops, tops, strict=strict, exact=exact)
+    _check_amaxes(case, want.amaxes, amaxes, strict=strict, exact=exact)
     if strict or (exact and have[AMAX] != NOT_MEASURED):
         _same(f"{name}: amax", want.amax, have[AMAX])
     if strict or case.request.wants_norm:
@@ -674,7 +674,7 @@ def _norms_close(case: Case) -> float:
     )
 
 
-def _check_tops(
+def _check_amaxes(
     case: Case, want: list[float], have: list[float], *, strict: bool, exact: bool
 ) -> None:
     if not have and not strict:

@@ -7,9 +7,12 @@ chunks; on a machine with a GPU they run as they are:
     PYTHONPATH=src:tests python tests/kernels/optim_cases.py [cuda] [--large]
 """
 
+import gc
 import math
 import sys
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -26,6 +29,7 @@ from helpers.optimizers import (
     set_grads,
     tensors_of,
 )
+from helpers.rounding import round_stochastically
 
 import lossscale.torch as ls
 from lossscale.torch import optim
@@ -214,17 +218,20 @@ def checks(
             )
     for setting in ONE_OF_EACH:
         yield from measured(device, setting, block)
-        yield f"sizes {setting}", lambda s=setting: check_sizes(device, s, block)
-        yield f"unaligned {setting}", lambda s=setting: check_unaligned(device, s)
-        yield f"missing {setting}", lambda s=setting: check_missing(device, s)
-        yield f"resume {setting}", lambda s=setting: check_resume(device, s)
-        yield f"reference {setting}", lambda s=setting: check_reference(device, s)
-        yield f"write back {setting}", lambda s=setting: check_write_back(device, s)
-        yield f"scaler {setting}", lambda s=setting: check_scaler(device, s)
+        yield from of_each(device, setting, block)
+        yield from replaced(device, setting)
+    yield "removed group", lambda: check_removed_group(device)
+    yield "listed twice", lambda: check_listed_twice(device)
     yield "strides", lambda: check_strides(device)
     yield "groups", lambda: check_groups(device)
     yield "bfloat16 moments", lambda: check_moments(device)
+    yield "noise of bfloat16 moments", lambda: check_noise(device)
     yield "rates", lambda: check_rates(device)
+    for masters in (False, True):
+        yield (
+            f"whole step masters={masters}",
+            lambda m=masters: check_whole_step(device, m),
+        )
     yield "many", lambda: check_many(device, many)
     yield "long", lambda: check_fused(device, "AdamW", "float32", 200)
     for name in FUSED:
@@ -239,6 +246,38 @@ def checks(
             yield f"graph masters={masters}", lambda m=masters: check_graph(m)
     if large:
         yield "large", lambda: check_large(device)
+
+
+def of_each(device, setting, block):
+    """Yield the checks that are made of one setting of each class."""
+    yield f"sizes {setting}", lambda: check_sizes(device, setting, block)
+    yield f"unaligned {setting}", lambda: check_unaligned(device, setting)
+    yield f"missing {setting}", lambda: check_missing(device, setting)
+    yield f"resume {setting}", lambda: check_resume(device, setting)
+    yield f"reference {setting}", lambda: check_reference(device, setting)
+    yield f"write back {setting}", lambda: check_write_back(device, setting)
+    yield f"scaler {setting}", lambda: check_scaler(device, setting)
+    for kind in list(KINDS)[1:]:
+        yield (
+            f"accumulated {setting} {kind}",
+            lambda kind=kind: check_accumulated(device, setting, kind),
+        )
+        yield (
+            f"finite {setting} {kind}",
+            lambda kind=kind: check_finite(device, setting, kind),
+        )
+
+
+def replaced(device, setting):
+    """Yield the checks of state that other code replaces between two steps."""
+    for way in WAYS_TO_REPLACE:
+        yield (
+            f"replaced by {way} {setting}",
+            lambda way=way: check_replaced(device, setting, way),
+        )
+    yield f"reset {setting}", lambda: check_reset(device, setting)
+    yield f"freed {setting}", lambda: check_freed(device, setting)
+    yield f"resting {setting}", lambda: check_replaced_at_rest(device, setting)
 
 
 def measured(device, setting, block):
@@ -263,11 +302,32 @@ def check_setting(device, setting, kind):
         lambda params, **more: setting.ours(params, master_weights=masters, **more),
         lambda: make_params(dtype, device=device),
     )
-    # Without masters torch computes in half precision unless it unscales.
-    first = None if dtype == FLOAT32 or masters else 1.0
-    for number, scale in enumerate((first, 8.0, 8.0, 3.0, 2.0**-3)):
+    for number, scale in enumerate((None, 8.0, 8.0, 3.0, 2.0**-3)):
         gives = random_grads(number, scale or 1.0)
         twins.step(gives, scale, skip=number == 2)
+
+
+def check_finite(device, setting, kind):
+    """A weight beyond the range of its dtype becomes the largest number of it."""
+    dtype, masters = KINDS[kind]
+    largest = torch.finfo(dtype).max
+    start = torch.tensor([largest, -largest, 1.0, torch.nan], device=device).to(dtype)
+    param = torch.nn.Parameter(start)
+    optimizer = setting.ours([param], master_weights=masters)
+    (group,) = optimizer.param_groups
+    group["weight_decay"] = 0.0
+    sign = -1.0 if group["maximize"] else 1.0
+    group["lr"] = largest / 300.0
+    param.grad = sign * torch.tensor([-1.0, 1.0, 0.0, 0.0], device=device).to(dtype)
+    optimizer.grad_scale = torch.ones((), device=device)
+    optimizer.found_inf = torch.zeros((), device=device)
+    optimizer.step()
+    assert [largest, -largest, 1.0] == param[:3].tolist()
+    assert param[3].isnan()
+    if masters:
+        (master,) = optimizer.master_parameters()
+        assert master[0] > largest
+        assert master[1] < -largest
 
 
 def check_sizes(device, setting, block):
@@ -337,6 +397,135 @@ def check_missing(device, setting):
         twins.step(give_grads(number))
 
 
+def _swap_memory(value):
+    value.data = value.data.clone()
+    return value
+
+
+WAYS_TO_REPLACE = {
+    "a copy on the host and back": lambda value: value.cpu().clone().to(value.device),
+    "a copy on the host": lambda value: value.cpu().clone(),
+    "other memory": _swap_memory,
+}
+
+
+def replace_state(optimizer, params, way):
+    for param in params:
+        state = optimizer.state[param]
+        for name, value in list(state.items()):
+            if isinstance(value, torch.Tensor):
+                state[name] = WAYS_TO_REPLACE[way](value)
+
+
+def check_replaced(device, setting, way):
+    """A training whose state is moved away equals the undisturbed one, as saved."""
+
+    def train(*, moves):
+        params = make_params(FLOAT16, device=device)
+        params += make_params(FLOAT32, device=device, seed=3)
+        optimizer = setting.ours(params, master_weights=True)
+        for number in range(5):
+            set_grads(params, number)
+            optimizer.step()
+            if moves and number in (1, 3):
+                replace_state(optimizer, params, way)
+        return optimizer
+
+    check_equal(
+        {name: x.to(device) for name, x in copy_tensors(train(moves=False)).items()},
+        {name: x.to(device) for name, x in copy_tensors(train(moves=True)).items()},
+    )
+
+
+def check_replaced_at_rest(device, setting):
+    """The same for a parameter that has no gradient at the step after."""
+
+    def train(*, moves):
+        params = make_params(FLOAT16, [(70,), (5,)], device)
+        optimizer = setting.ours(params, master_weights=True)
+        for number in range(5):
+            set_grads(params, number)
+            if number == 2:
+                params[1].grad = None
+            optimizer.step()
+            if moves and number == 1:
+                replace_state(optimizer, params[1:], "a copy on the host and back")
+        return optimizer
+
+    check_equal(tensors_of(train(moves=False)), tensors_of(train(moves=True)))
+
+
+def check_reset(device, setting):
+    """A state that is emptied begins again."""
+    params = make_params(FLOAT16, [(70,), (5,)], device)
+    optimizer = setting.ours(params, master_weights=True)
+    for number in range(2):
+        set_grads(params, number)
+        optimizer.step()
+    fresh = setting.ours(copy_params(params, FLOAT16), master_weights=True)
+    optimizer.state[params[0]] = {}
+    optimizer.state[params[1]].clear()
+    for one in (optimizer, fresh):
+        set_grads(Twins.params(one), 2)
+        one.step()
+    check_equal(tensors_of(fresh), tensors_of(optimizer))
+
+
+def check_freed(device, setting):
+    """Nothing keeps state alive that was replaced, of a parameter without gradient."""
+    params = make_params(FLOAT16, [(70,), (5,)], device)
+    optimizer = setting.ours(params, master_weights=True)
+    for number in range(2):
+        set_grads(params, number)
+        optimizer.step()
+    names = [name for name in optimizer.state[params[0]] if name != "step"]
+    replaced = [weakref.ref(optimizer.state[params[1]][name]) for name in names]
+    replace_state(optimizer, params[1:], "a copy on the host and back")
+    params[1].grad = None
+    optimizer.step()
+    gc.collect()
+    assert not any(known() is not None for known in replaced)
+
+
+def check_removed_group(device):
+    """A group goes while a parameter of a later one has no gradient."""
+
+    def groups():
+        return [
+            {"params": make_params(FLOAT32, [(9,)], device, seed), "lr": 0.1 * seed}
+            for seed in (1, 2, 3)
+        ]
+
+    twins = Twins(optim.AdamW, groups)
+    twins.step(random_grads(0))
+    for optimizer in (twins.fast, twins.slow):
+        del optimizer.param_groups[0]
+
+    def give_one(params):
+        set_grads(params, 1)
+        params[1].grad = None
+
+    twins.step(give_one)
+    twins.step(random_grads(2))
+
+
+def check_listed_twice(device):
+    """A parameter that is listed twice is updated twice, one after the other."""
+
+    def make(params, **more):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return optim.AdamW([*params, params[0]], **more)
+
+    twins = Twins(make, lambda: make_params(device=device))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(2):
+            twins.step(random_grads(number))
+    (plan,) = twins.fast._plan.devices
+    assert len(plan.members) == len(twins.params(twins.fast)) - 2
+
+
 def check_groups(device):
     """Four kinds of parameters and three groups, with settings of their own."""
 
@@ -374,6 +563,39 @@ def check_moments(device):
             twins.step(random_grads(number, 16.0), 16.0)
 
 
+def check_noise(device):
+    """Second moments get the same bits from the kernels as by NumPy.
+
+    All numbers of the update are sums of few powers of two: nothing but the moments is
+    rounded.
+    """
+    shapes = [(70, 9), (333,), (3,)]
+    for dtype, masters in ((FLOAT32, False), (FLOAT16, True), (BFLOAT16, False)):
+        params = make_params(dtype, shapes, device)
+        params[0] = torch.nn.Parameter(params[0].detach().t())
+        optimizer = optim.AdamW(
+            params, betas=(0.5, 0.5), master_weights=masters, moments_dtype=BFLOAT16
+        )
+        expected = [np.zeros(param.numel(), np.float32) for param in params]
+        for step in range(1, 6):
+            for number, param in enumerate(params):
+                # Seven bits, and fourteen of the square.
+                generator = torch.Generator().manual_seed(10 * step + number)
+                sizes = torch.randint(64, 128, param.shape, generator=generator)
+                grad = torch.empty_like(param).copy_(sizes / 64)
+                param.grad = grad
+                flat = grad.as_strided((grad.numel(),), (1,)).float().cpu().numpy()
+                square = (expected[number] + flat * flat) / 2
+                expected[number] = round_stochastically(square, step)
+            optimizer.step()
+        assert not optimizer._plan.eager
+        for param, square in zip(params, expected, strict=True):
+            found = optimizer.state[param]["exp_avg_sq"]
+            assert found.dtype == BFLOAT16
+            found = found.as_strided((found.numel(),), (1,)).float().cpu().numpy()
+            np.testing.assert_array_equal(square, found)
+
+
 def check_rates(device):
     """A schedule, and a learning rate that is a tensor."""
     twins = Twins(optim.AdamW, lambda: make_params(device=device))
@@ -393,6 +615,11 @@ def check_rates(device):
         for rate in rates:
             rate.fill_(0.5 / (number + 1))
         twins.step(random_grads(number))
+    for optimizer in (twins.fast, twins.slow):
+        optimizer.param_groups[0]["lr"] = 0.0
+    before = copy_tensors(twins.fast)
+    twins.step(random_grads(3))
+    assert torch.equal(before["0"], tensors_of(twins.fast)["0"])
 
 
 def check_many(device, count):
@@ -467,6 +694,37 @@ def check_scaler(device, setting):
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
         if name.endswith("step"):
             assert expected[name].item() == tensor.item()
+
+
+def check_accumulated(device, setting, kind):
+    """Sums of micro-batches reach the kernels in float32, and nothing is lost."""
+    dtype, masters = KINDS[kind]
+
+    def train(**more):
+        params = make_params(dtype, [(70,), (5,)], device)
+        params += make_params(FLOAT32, [(3,)], device, seed=8)
+        optimizer = setting.ours(params, master_weights=masters, **more)
+        scaler = ls.GradScaler(device, init_scale=2.0**16)
+        for number in range(6):
+            scaler.scale(torch.zeros((), device=device))
+            for batch in range(1 if number == 3 else 2):
+                set_grads(params, 10 * number + batch, 2.0**-10)
+                if number != 3:
+                    scaler.accumulate(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.last_step.applied
+            optimizer.zero_grad()
+        return optimizer
+
+    fast, slow = train(), train(fused=False)
+    assert not fast._plan.eager
+    expected = tensors_of(slow)
+    for name, tensor in tensors_of(fast).items():
+        unit = 2.0**-18 if tensor.dtype == FLOAT32 else torch.finfo(tensor.dtype).eps
+        torch.testing.assert_close(
+            tensor.cpu(), expected[name].cpu(), rtol=2 * unit, atol=1e-5
+        )
 
 
 # -- a reference in float64 ------------------------------------------------------------
@@ -708,7 +966,76 @@ def check_same_scalars(device):
     return f"{found.to_fused:.2f} units, {found.format_share()} of the weights equal"
 
 
-# -- on a GPU --------------------------------------------------------------------------
+# -- in a CUDA graph, on a GPU ---------------------------------------------------------
+
+
+def capture(step):
+    """Return the replay of a step, after a few that are taken as they are."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def take_first(step):
+    """Return a step after as many as `capture` takes."""
+    for _ in range(3):
+        step()
+    return step
+
+
+def check_whole_step(device, masters):
+    """Forward to update, captured on a GPU: other rates, and a step that is skipped."""
+    found = {}
+    for prepare in (take_first, capture if device == "cuda" else take_first):
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(16, 40), torch.nn.GELU(), torch.nn.Linear(40, 3))
+        model = torch.nn.Sequential(*layers).to(device)
+        if masters:
+            ls.to_float16(model)
+        optimizer = optim.AdamW(model.parameters(), lr=0.1, master_weights=masters)
+        scaler = ls.GradScaler(device, init_scale=2.0**10, growth_interval=4)
+        rows, factor = torch.ones(8, 16, device=device), torch.ones((), device=device)
+
+        def step(model=model, optimizer=optimizer, scaler=scaler, own=(rows, factor)):
+            optimizer.zero_grad()
+            loss = model(own[0]).float().square().mean()
+            scaler.scale(loss * own[1]).backward()
+            scaler.clip_grad_norm_(optimizer, 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+
+        take_step = prepare(step)
+        for number in range(8):
+            generator = torch.Generator().manual_seed(number)
+            rows.copy_(torch.randn(8, 16, generator=generator))
+            factor.fill_(math.inf if number == 3 else 1.0)
+            optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+            before = copy_tensors(optimizer)
+            optimizer.copy_settings()
+            take_step()
+            after = tensors_of(optimizer)
+            if number == 3:
+                check_equal(before, after)
+            else:
+                names = [name for name in after if name.isdigit()]
+                assert not any(torch.equal(before[x], after[x]) for x in names)
+        counts = scaler.total_steps, scaler.skipped_steps, scaler.get_scale()
+        found.setdefault("counts", []).append(counts)
+        found.setdefault("weights", []).append(copy_tensors(optimizer))
+    assert [(11, 1, 2.0**11)] * 2 == found["counts"]
+    plain, other = found["weights"]
+    for name, expected in plain.items():
+        torch.testing.assert_close(other[name], expected, rtol=1e-3, atol=1e-3)
+
+
+# -- the update alone in a CUDA graph, on a GPU ----------------------------------------
 
 
 def check_graph(masters):

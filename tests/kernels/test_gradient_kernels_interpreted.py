@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from kernels import gpu_cases  # noqa: E402
 from lossscale.torch.inspection import kernel_backend  # noqa: E402
 from lossscale.torch.inspection.groups import (  # noqa: E402
-    CarriedScale,
     GradientGroups,
+    GradientScale,
 )
 from lossscale.torch.inspection.kernels import launch  # noqa: E402
 from lossscale.torch.inspection.request import InspectionRequest  # noqa: E402
@@ -87,8 +87,8 @@ def test_a_gradient_with_gaps_goes_the_other_way_and_counts_in_the_same_summary(
     groups = GradientGroups(gradients, [])
     assert [True, False] == [group.kernels is not None for group in groups.groups]
     request = InspectionRequest(unscale_in_place=write, measure_norm=True)
-    carried = CarriedScale(torch.tensor(3.0))
-    summary, found = groups.measure(gradients, carried, request)
+    gradient_scale = GradientScale(torch.tensor(3.0))
+    summary, found = groups.measure(gradients, gradient_scale, request)
     assert [0.0] == [flag.item() for flag in found.values()]
     assert pytest.approx(expected.norm, rel=1e-6) == summary.slot(NORM).item()
     if not write:

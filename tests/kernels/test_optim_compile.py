@@ -45,22 +45,30 @@ PREPARE = {
     "scalars": "*fp32",
     "tensors": "i32",
 }
-PLAIN = (tl.float32, tl.float32, False, False)
-MASTERS = (tl.float16, tl.float32, True, False)
+PLAIN = (tl.float32, tl.float32, tl.float32, False, False)
+MASTERS = (tl.float16, tl.float16, tl.float32, True, False)
+SUMS = (tl.float16, tl.float32, tl.float32, True, False)
 ADAM_KINDS = {
     "float32": (PLAIN, PLAIN),
     "masters": (MASTERS, MASTERS),
     "masters and float32": (MASTERS, PLAIN),
-    "bfloat16 moments": ((tl.float32, tl.bfloat16, False, True),) * 2,
-    "bfloat16": ((tl.bfloat16, tl.bfloat16, False, False),) * 2,
+    "float32 sums": (SUMS, SUMS),
+    "bfloat16 moments": ((tl.float32, tl.float32, tl.bfloat16, False, True),) * 2,
+    "bfloat16": ((tl.bfloat16, tl.bfloat16, tl.bfloat16, False, False),) * 2,
 }
 
 
 def compile_adam(
-    kinds, capability=90, *, aligned=True, write_back=False, measure=False
+    kinds,
+    capability=90,
+    *,
+    aligned=True,
+    write_back=False,
+    measure=False,
+    stochastic=False,
 ):
     first, second = ADAM_KINDS[kinds]
-    names = ("dtype", "moments", "master", "amsgrad")
+    names = ("dtype", "grad_dtype", "moments", "master", "amsgrad")
     constants = dict(zip(names, first, strict=True))
     constants |= {
         f"other_{name}": value for name, value in zip(names, second, strict=True)
@@ -70,6 +78,7 @@ def compile_adam(
         ADAM | (MEASURED if measure else {}),
         capability,
         mixed=first != second,
+        stochastic=stochastic,
         write_back=write_back,
         aligned=aligned,
         block=tables.BLOCK,
@@ -85,6 +94,14 @@ def test_an_update_of_adam_compiles(kinds, capability):
     assert "div.rn.f32" in text
     assert "sqrt.rn.f32" in text
     assert not re.search(r"div\.(full|approx)|sqrt\.approx", text)
+
+
+@pytest.mark.parametrize("kinds", ["bfloat16 moments", "bfloat16"])
+def test_an_update_that_rounds_stochastically_compiles(kinds):
+    text = compile_adam(kinds, stochastic=True)
+    assert "mul.lo.s32" in text
+    assert "mul.lo.s32" not in compile_adam(kinds)
+    assert not re.search(r"(ld|st)\.shared|bar\.sync", text)
 
 
 def test_an_aligned_update_reads_and_writes_128_bits_at_a_time():
@@ -119,9 +136,11 @@ def compile_sgd(momentum, master, *, measure=False):
         SGD | (MEASURED if measure else {}),
         90,
         dtype=tl.float16,
+        grad_dtype=tl.float16,
         master=master,
         momentum=momentum,
         other_dtype=tl.float32,
+        other_grad_dtype=tl.float32,
         other_master=False,
         other_momentum=momentum,
         mixed=True,

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 from kernels import gpu_cases, optim_cases  # noqa: E402
+from lossscale.torch import optim  # noqa: E402
 from lossscale.torch.optim.kernels import tables  # noqa: E402
 
 BLOCK = 64
@@ -32,3 +33,34 @@ def _small_chunks(monkeypatch):
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_kernels_do_what_torchs_functions_do(name):
     CHECKS[name]()
+
+
+def test_a_state_dict_that_chooses_torchs_functions_says_so_once():
+    def make(**more):
+        return optim.AdamW([torch.nn.Parameter(torch.ones(3))], **more)
+
+    loaded = make()
+    with pytest.warns(UserWarning, match="foreach and fused of each group"):
+        loaded.load_state_dict(make(foreach=True).state_dict())
+    loaded.load_state_dict(make(foreach=True).state_dict())
+    make(fused=False).load_state_dict(make(fused=False).state_dict())
+    make().load_state_dict(make(foreach=True).state_dict())
+
+
+def test_a_rate_of_the_device_that_is_replaced_by_zero_is_copied():
+    settings = tables.Settings(1, torch.device("cpu"))
+    of_device = torch.empty((), device="meta")
+    for _ in range(2):
+        settings.copy([[tables.host_rate(of_device)]])
+        settings.copy_rate(0, torch.tensor(0.5))
+    settings.copy([[tables.host_rate(0.0)]])
+    assert 0.0 == settings.table[0, 0].item()
+
+
+def test_a_rate_of_the_device_is_not_a_change_at_each_step():
+    settings = tables.Settings(1, torch.device("cpu"))
+    of_device = torch.empty((), device="meta")
+    settings.copy([[tables.host_rate(of_device)]])
+    settings.copy_rate(0, torch.tensor(0.5))
+    settings.copy([[tables.host_rate(of_device)]])
+    assert 0.5 == settings.table[0, 0].item()

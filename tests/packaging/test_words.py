@@ -28,6 +28,11 @@ def test_identifiers_and_comments_are_searched():
     assert ["clean steps"] == words("# after 20 clean steps")
 
 
+def test_names_of_classes_and_of_ranks_that_make_one_decision_are_searched():
+    assert ["Stepper"] == words("class Stepper:")
+    assert ["ranks agree"] == words("Here all ranks agree.")
+
+
 def test_parts_of_other_words_and_names_of_tensorflow_are_allowed():
     assert [] == words("nested structures, honest, tf.nest.flatten, bad_steps, verbose")
 

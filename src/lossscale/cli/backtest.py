@@ -8,8 +8,8 @@ import click
 
 from lossscale.cli.choices import Choice
 from lossscale.cli.output import (
+    defer_warnings,
     in_percent,
-    kept_warnings,
     number,
     print_table,
     progress,
@@ -34,8 +34,9 @@ _FORMATS = ("html", "md", "json")
     "texts",
     multiple=True,
     required=True,
-    help="A preset, dynamic, fixed, headroom or another kind, with settings: "
-    "torch:growth_interval=100, headroom:margin=2. May be given several times.",
+    help="A preset, dynamic, fixed, auto_start, headroom or another kind, with "
+    "settings: torch:growth_interval=100, headroom:margin=2. May be given several "
+    "times.",
 )
 @click.option(
     "--output",
@@ -66,16 +67,16 @@ def backtest(
         output = Path("backtest.html")
         check_output(output, (run,))
     policies: dict[str, Policy] = {text: parse_policy(text) for text in texts}
-    with kept_warnings():
-        read, found = _run(run, policies)
-        text = _write(form, read, found)
+    with defer_warnings():
+        read, result = _run(run, policies)
+        text = _write(form, read, result)
     if output is not None:
         write_atomically(output, text)
         click.echo(f"The backtest is {output.resolve()}")
     elif form is not None:
         click.echo(text, nl=False)
     else:
-        _print(read, found)
+        _print(read, result)
 
 
 def _run(path: Path, policies: "dict[str, Policy]") -> "tuple[RunFile, Backtest]":
@@ -89,24 +90,24 @@ def _run(path: Path, policies: "dict[str, Policy]") -> "tuple[RunFile, Backtest]
         return read, run_policies(read, policies, on_progress=advance)
 
 
-def _write(form: str | None, run: "RunFile", found: "Backtest") -> str:
+def _write(form: str | None, run: "RunFile", result: "Backtest") -> str:
     """Return the results in a format; an empty text for the table."""
     from lossscale.diagnostics.backtests import tables
 
     if form == "html":
         from lossscale.diagnostics.backtests.page import make_backtest_page
 
-        return make_backtest_page(run, found)
+        return make_backtest_page(run, result)
     if form == "md":
-        return tables.make_markdown(found, run.title)
-    return tables.make_json(found, run.title) if form == "json" else ""
+        return tables.make_markdown(result, run.title)
+    return tables.make_json(result, run.title) if form == "json" else ""
 
 
-def _print(run: "RunFile", found: "Backtest") -> None:
+def _print(run: "RunFile", result: "Backtest") -> None:
     """Print the results as a table, and what they are worth on stderr."""
     from lossscale.diagnostics.backtests import tables
 
-    click.echo(f"{run.title}: {found.steps.size:,} steps, {found.dtype}\n")
-    print_table(tables.HEADS, tables.list_rows(found, number))
-    for remark in found.remarks:
+    click.echo(f"{run.title}: {result.steps.size:,} steps, {result.dtype}\n")
+    print_table(tables.HEADS, tables.list_rows(result, number))
+    for remark in result.remarks:
         warn(remark)

@@ -74,17 +74,17 @@ def convert(
     except StateError as error:
         message = f"{error}{_suggest_scale(library, values, policy)}"
         raise StateError(message) from error
-    lost: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
     if target == "lossscale":
         result = portable.to_portable(read_policy, state)
     else:
-        result, lost = to_library(target, read_policy, state)
+        result, dropped = to_library(target, read_policy, state)
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     if output is None or str(output) == "-":
         click.echo(text, nl=False)
     else:
         portable.write_atomically(output, text)
-    for line in lost:
+    for line in dropped:
         click.echo(f"not kept: {line}", err=True)
 
 

@@ -34,10 +34,10 @@ class DemoRuns:
         from lossscale.diagnostics import measure_tensors
 
         recorder = self._recorder_of(step)
-        named = {f"layer{i}.weight": g for i, g in enumerate(step.gradients)}
+        by_name = {f"layer{i}.weight": g for i, g in enumerate(step.gradients)}
         nonfinite = {}
         if not step.signal.finite:
-            for name, gradient in named.items():
+            for name, gradient in by_name.items():
                 if not np.isfinite(gradient).all():
                     nonfinite[name] = "nan" if np.isnan(gradient).any() else "inf"
         recorder.record_signal(
@@ -49,7 +49,7 @@ class DemoRuns:
             nonfinite=nonfinite,
         )
         if recorder.wants_statistics(step.number):
-            recorder.record_statistics(measure_tensors(named), scale=step.state.scale)
+            recorder.record_statistics(measure_tensors(by_name), scale=step.state.scale)
         self._on_step()
 
     def _recorder_of(self, step: "Step") -> "Recorder":

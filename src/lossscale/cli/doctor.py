@@ -97,11 +97,11 @@ def _print(system: dict[str, Any], findings: list[Finding]) -> None:
 
 def _system() -> dict[str, Any]:
     try:
-        own: str | None = version("lossscale")
+        release: str | None = version("lossscale")
     except PackageNotFoundError:  # a source tree on PYTHONPATH
-        own = None
+        release = None
     return {
-        "lossscale": own,
+        "lossscale": release,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": platform.platform(),
         "environment": {x: os.environ[x] for x in _VARIABLES if x in os.environ},
@@ -118,10 +118,10 @@ def _read_declared_ranges() -> dict[tuple[str, str], str]:
         return {}
     extras = {part.extra for part in PARTS.values()}
     return {
-        (extra, one.name): str(one.specifier)
-        for one in requirements
+        (extra, requirement.name): str(requirement.specifier)
+        for requirement in requirements
         for extra in extras
-        if one.marker is None or one.marker.evaluate({"extra": extra})
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra})
     }
 
 
@@ -142,18 +142,18 @@ def _judge(part: Part, answer: Answer, ranges: dict[tuple[str, str], str]) -> Fi
         advice = f"The whole error: python -I -c 'import {module}'"
     elif answer.unusable is not None:
         status, problem = UNUSABLE, answer.unusable
-    found = (answer.version, required, answer.runs_on)
-    return Finding(part.name, status, *found, problem, advice)
+    facts = (answer.version, required, answer.runs_on)
+    return Finding(part.name, status, *facts, problem, advice)
 
 
-def _supports(required: str | None, found: str | None) -> bool:
+def _supports(required: str | None, present: str | None) -> bool:
     """Whether a version is in a range; a version that cannot be read is."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
-    if required is None or found is None:
+    if required is None or present is None:
         return True
     try:
-        return SpecifierSet(required).contains(Version(found), prereleases=True)
+        return SpecifierSet(required).contains(Version(present), prereleases=True)
     except InvalidVersion:
         return True

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from lossscale.cli.choices import Choice
-from lossscale.cli.output import kept_warnings, print_json, print_notes, progress
+from lossscale.cli.output import defer_warnings, print_json, print_notes, progress
 from lossscale.errors import LossScaleError
 
 
@@ -37,7 +37,7 @@ def explain(run: Path, step: int | None, chosen: str) -> None:
     """
     from lossscale.diagnostics import explain_run
 
-    with _as_file(run) as path, kept_warnings(), progress("reading", 100) as advance:
+    with _as_file(run) as path, defer_warnings(), progress("reading", 100) as advance:
         done = 0
 
         def on_progress(position: int, size: int) -> None:
@@ -46,13 +46,13 @@ def explain(run: Path, step: int | None, chosen: str) -> None:
                 done += 1
                 advance()
 
-        seen = explain_run(path, step=step, on_progress=on_progress)
+        explanation = explain_run(path, step=step, on_progress=on_progress)
     if chosen == "json":
-        print_json(seen.to_dict())
+        print_json(explanation.to_dict())
         return
-    title = "The standard input" if str(run) == "-" else seen.title
+    title = "The standard input" if str(run) == "-" else explanation.title
     print_notes([f"## {' '.join(title.split())}", ""])
-    print_notes([f"- {text}" for text in str(seen).splitlines()])
+    print_notes([f"- {text}" for text in str(explanation).splitlines()])
 
 
 @contextmanager

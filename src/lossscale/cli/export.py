@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from lossscale.cli.output import kept_warnings
+from lossscale.cli.output import defer_warnings
 from lossscale.cli.report import check_output
 
 _ENDINGS = ("", ".parquet", ".pq")
@@ -30,6 +30,6 @@ def export(run: Path, output: Path) -> None:
             f"--output {str(output)!r} does not end as a Parquet file does: .parquet."
         )
         raise click.UsageError(message)
-    with kept_warnings():
+    with defer_warnings():
         count = export_parquet(run, output)
     click.echo(f"{count:,} steps are in {output.resolve()}")

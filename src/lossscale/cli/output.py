@@ -47,16 +47,16 @@ def print_table(
         text_columns: How many columns are text, aligned left; the others are numbers.
     """
     console = _console()
-    first, *others = range(len(columns))
-    while others:
+    first, *indices = range(len(columns))
+    while indices:
         count = 1
-        while count < len(others) and _fits(
-            console, _table(columns, rows, [first, *others[: count + 1]], text_columns)
+        while count < len(indices) and _fits(
+            console, _table(columns, rows, [first, *indices[: count + 1]], text_columns)
         ):
             count += 1
-        console.print(_table(columns, rows, [first, *others[:count]], text_columns))
-        others = others[count:]
-        if others:
+        console.print(_table(columns, rows, [first, *indices[:count]], text_columns))
+        indices = indices[count:]
+        if indices:
             console.print()
 
 
@@ -81,7 +81,7 @@ def warn(note: str) -> None:
 
 
 @contextmanager
-def kept_warnings() -> Iterator[None]:
+def defer_warnings() -> Iterator[None]:
     """Print warnings as remarks on stderr, at the end."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -105,18 +105,18 @@ def _fits(console: Console, table: Table) -> bool:
 def _table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
-    places: Sequence[int],
+    indices: Sequence[int],
     text_columns: int,
 ) -> Table:
     """Return a table of some columns."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for place in places:
-        justify: JustifyMethod = "left" if place < text_columns else "right"
+    for index in indices:
+        justify: JustifyMethod = "left" if index < text_columns else "right"
         # A cell that is wider than the terminal goes on in the next line.
-        table.add_column(columns[place], justify=justify, overflow="fold")
+        table.add_column(columns[index], justify=justify, overflow="fold")
     for row in rows:
         # Text, not markup: 'lossscale[torch]' is no style.
-        table.add_row(*(Text(row[place]) for place in places))
+        table.add_row(*(Text(row[index]) for index in indices))
     return table
 
 
@@ -145,7 +145,7 @@ def in_percent(advance: Callable[[], Any]) -> Callable[[int, int], None]:
 
 
 def number(value: float) -> str:
-    """Write a scale or a share so that a person can read it."""
+    """Write a scale or a fraction so that a person can read it."""
     if 1 <= value < _LONG and float(value).is_integer():
         return f"{int(value):,}"
     mantissa, exponent = frexp(value)

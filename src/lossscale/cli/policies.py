@@ -30,9 +30,9 @@ def parse_policy(text: str) -> SavedPolicy:
     Raises:
         SettingError: If there is no such preset or setting, or its value is wrong.
     """
-    name, _, rest = text.partition(":")
+    name, _, settings = text.partition(":")
     if name == "fixed":
-        value = rest.removeprefix("scale=")
+        value = settings.removeprefix("scale=")
         return Fixed(parse_number("scale", value)) if value else Fixed()
     values = parse_settings(text)
     if name == "dynamic":
@@ -53,20 +53,24 @@ def _make_data_policy(name: str, values: dict[str, Any]) -> SavedPolicy:
     """Return a policy that holds a rule, from settings of its own and of the rule."""
     chosen: Any = KINDS[name]
     plain = chosen()
-    own = [field.name for field in fields(chosen) if field.name != "rule"]
+    own_names = [field.name for field in fields(chosen) if field.name != "rule"]
     rule = [field.name for field in fields(Dynamic)]
-    unknown = [key for key in values if key not in own and key not in rule]
+    unknown = [key for key in values if key not in own_names and key not in rule]
     if unknown:
-        question = did_you_mean(unknown[0], [*own, *rule])
+        question = did_you_mean(unknown[0], [*own_names, *rule])
         message = (
             f"{name} has no setting {unknown[0]!r}; its settings are "
-            f"{', '.join([*own, *rule])}.{question}"
+            f"{', '.join([*own_names, *rule])}.{question}"
         )
         raise SettingError(message)
-    given = {key: _own_value(key, values[key], plain) for key in own if key in values}
-    changed = {key: value for key, value in values.items() if key not in own}
-    found: SavedPolicy = chosen(rule=presets.make_dynamic(plain.rule, changed), **given)
-    return found
+    settings = {
+        key: _own_value(key, values[key], plain) for key in own_names if key in values
+    }
+    changed = {key: value for key, value in values.items() if key not in own_names}
+    policy: SavedPolicy = chosen(
+        rule=presets.make_dynamic(plain.rule, changed), **settings
+    )
+    return policy
 
 
 def _own_value(key: str, text: Any, plain: Any) -> Any:
@@ -74,8 +78,10 @@ def _own_value(key: str, text: Any, plain: Any) -> Any:
     if key == "floors":
         return _floors(text)
     number = parse_number(key, text)
-    whole = isinstance(getattr(plain, key), int) and number.is_integer()
-    return int(number) if whole else number
+    # AutoStart's jump is a count that is None unless given.
+    is_count = isinstance(getattr(plain, key), (int, type(None)))
+    is_whole = is_count and number.is_integer()
+    return int(number) if is_whole else number
 
 
 def _floors(text: str) -> tuple[tuple[int | float, float], ...]:
@@ -90,8 +96,8 @@ def _floors(text: str) -> tuple[tuple[int | float, float], ...]:
             )
             raise SettingError(message)
         number = parse_number("A step of floors", step)
-        whole = int(number) if number.is_integer() else number
-        floors.append((whole, parse_number("A scale of floors", scale)))
+        step_number = int(number) if number.is_integer() else number
+        floors.append((step_number, parse_number("A scale of floors", scale)))
     return tuple(floors)
 
 
@@ -117,8 +123,8 @@ def sweep(text: str, sweeps: Iterable[str]) -> dict[str, SavedPolicy]:
         raise SettingError(message)
     policies: dict[str, SavedPolicy] = {}
     for combination in product(*choices):
-        name, colon, rest = text.partition(":")
-        parts = [part for part in (rest, *combination) if part]
+        name, colon, settings = text.partition(":")
+        parts = [part for part in (settings, *combination) if part]
         full = f"{name}:{','.join(parts)}" if parts else f"{name}{colon}"
         policies[full] = parse_policy(full)
     return policies
@@ -142,7 +148,7 @@ def _choices(key: str, text: str) -> list[str]:
         message = f"A sweep tries 1 to {_MOST:,} values, got {parts[-1]!r}."
         raise SettingError(message)
     gaps = max(1, int(count) - 1)
-    values = [first + (last - first) * place / gaps for place in range(int(count))]
+    values = [first + (last - first) * index / gaps for index in range(int(count))]
     return [str(round(v)) if key in _COUNTS else repr(v) for v in values]
 
 

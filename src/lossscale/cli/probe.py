@@ -57,6 +57,8 @@ PARTS = {
         Part("packaging", "cli"),
         Part("rich", "cli"),
         Part("uniplot", "cli"),
+        Part("textual", "watch", "lossscale.cli.watch_app"),
+        Part("pyarrow", "parquet"),
     )
 }
 
@@ -123,7 +125,7 @@ def _examine_here(part: Part) -> Answer:
         return Answer()
     try:
         module = import_module(part.name)
-        found = _installed_version(part) or getattr(module, "__version__", "unknown")
+        release = _installed_version(part) or getattr(module, "__version__", "unknown")
     except BaseException as error:  # noqa: BLE001  # whatever it is, it is reported
         return Answer(_installed_version(part) or "unknown", _describe_error(error))
     try:
@@ -131,23 +133,23 @@ def _examine_here(part: Part) -> Answer:
             import_module(part.adapter)
         devices = _DEVICES[part.name]() if part.name in _DEVICES else ()
     except BaseException as error:  # noqa: BLE001
-        return Answer(found, _describe_error(error))
+        return Answer(release, _describe_error(error))
     if part.name == "triton" and not devices:
-        return Answer(found, unusable="no CUDA device is visible")
-    return Answer(found, runs_on=devices)
+        return Answer(release, unusable="no CUDA device is visible")
+    return Answer(release, runs_on=devices)
 
 
 def _describe_error(error: BaseException) -> str:
     """Return an error in one paragraph; ours are sentences already."""
     text = " ".join(str(error).split())
-    known = type(error).__module__ == "lossscale.errors"
-    return text if known else f"{type(error).__name__}: {text}".rstrip(": ")
+    is_ours = type(error).__module__ == "lossscale.errors"
+    return text if is_ours else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def _installed_version(part: Part) -> str | None:
     """Return the version of the first distribution that is there."""
-    found = map(_distribution_version, (part.name, *part.packages))
-    return next(filter(None, found), None)
+    versions = map(_distribution_version, (part.name, *part.packages))
+    return next(filter(None, versions), None)
 
 
 def _distribution_version(package: str) -> str | None:
@@ -161,8 +163,8 @@ def _cuda_devices() -> tuple[str, ...]:
     torch = import_module("torch")
     if not torch.cuda.is_available():
         return ()
-    places = range(torch.cuda.device_count())
-    return tuple(torch.cuda.get_device_name(place) for place in places)
+    indices = range(torch.cuda.device_count())
+    return tuple(torch.cuda.get_device_name(index) for index in indices)
 
 
 def _torch_devices() -> tuple[str, ...]:
@@ -195,8 +197,8 @@ _DEVICES = {
 def _answer(request: str) -> None:
     name, path, target = json.loads(request)
     sys.path[:0] = [entry for entry in path if entry not in sys.path]
-    found: dict[str, Any] = _examine_here(PARTS[name])._asdict()
-    Path(target).write_text(json.dumps(found), encoding="utf-8")
+    answer: dict[str, Any] = _examine_here(PARTS[name])._asdict()
+    Path(target).write_text(json.dumps(answer), encoding="utf-8")
 
 
 if __name__ == "__main__":

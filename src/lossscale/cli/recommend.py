@@ -8,8 +8,8 @@ import click
 
 from lossscale.cli.choices import Choice
 from lossscale.cli.output import (
+    defer_warnings,
     in_percent,
-    kept_warnings,
     print_json,
     print_notes,
     progress,
@@ -36,19 +36,19 @@ def recommend(run: Path, chosen: str) -> None:
     RUN is a file that lossscale.diagnostics.Recorder wrote. Every reason is something
     that was seen in it.
     """
-    with kept_warnings():
-        read, found = _run(run)
+    with defer_warnings():
+        read, result = _run(run)
     if chosen == "json":
         from lossscale.diagnostics.backtests.tables import recommendation_as_json
 
-        print_json(recommendation_as_json(found, read.title))
+        print_json(recommendation_as_json(result, read.title))
         return
-    if found.policy is None:
-        print_notes(["No recommendation.", *found.reasons])
+    if result.policy is None:
+        print_notes(["No recommendation.", *result.reasons])
     else:
-        print_notes([f"- {reason}" for reason in found.reasons])
-        click.echo(f"\n{found.code}", nl=False)
-    for limit in found.limits:
+        print_notes([f"- {reason}" for reason in result.reasons])
+        click.echo(f"\n{result.code}", nl=False)
+    for limit in result.limits:
         warn(limit)
 
 

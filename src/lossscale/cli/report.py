@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from lossscale.cli.choices import Choice
-from lossscale.cli.output import in_percent, kept_warnings, progress
+from lossscale.cli.output import defer_warnings, in_percent, progress
 from lossscale.core.portable import write_atomically
 
 _FORMATS = ("html", "md", "json")
@@ -43,7 +43,7 @@ def report(runs: tuple[Path, ...], output: Path | None, chosen: str | None) -> N
     if output is not None:
         check_output(output, runs)
     form = choose_format(output, chosen)
-    with kept_warnings(), progress("reading", 100) as advance:
+    with defer_warnings(), progress("reading", 100) as advance:
         text = build_report(runs, format=form, on_progress=in_percent(advance))
     if output is None:
         click.echo(text, nl=False)

@@ -44,16 +44,23 @@ class StepSequence:
 
 
 def make_sequence(
-    given: str | None, file: Path | None, dtype: str, steps: int, rate: float, seed: int
+    digits: str | None,
+    file: Path | None,
+    dtype: str,
+    steps: int,
+    rate: float,
+    seed: int,
 ) -> StepSequence:
     """Return the steps that the options describe."""
     import numpy as np
 
-    if given is not None:
-        if not given or set(given) - set("01"):
-            message = f"--finite takes a row of 0 and 1 such as 1110111, got {given!r}."
+    if digits is not None:
+        if not digits or set(digits) - set("01"):
+            message = (
+                f"--finite takes a row of 0 and 1 such as 1110111, got {digits!r}."
+            )
             raise click.UsageError(message)
-        flags = np.array([digit == "1" for digit in given])
+        flags = np.array([digit == "1" for digit in digits])
         return StepSequence(flags)
     if file is not None:
         return _from_file(file, dtype)
@@ -90,10 +97,10 @@ def _from_file(file: Path, dtype: str) -> StepSequence:
     except UnicodeDecodeError:
         message = f"{file} does not hold steps: it is no text in UTF-8."
         raise StateError(message) from None
-    known = recording.replayed < recording.finite.size
+    has_magnitudes = recording.replayed < recording.finite.size
     return StepSequence(
         recording.finite,
-        magnitudes=recording.magnitudes(dtype) if known else None,
+        magnitudes=recording.magnitudes(dtype) if has_magnitudes else None,
         dtype=dtype,
         remarks=tuple(_list_limits(recording)),
     )
@@ -150,23 +157,23 @@ def explain_bounds(
         )
 
 
-def _overflows(sequence: StepSequence, other: str) -> str:
+def _overflows(sequence: StepSequence, direction: str) -> str:
     """Return which steps overflow, and what to pass for another result."""
     recorded = "--file with the magnitudes of a run"
     if sequence.rate is None:
         return f"the same steps overflow whatever it is. Pass a {recorded}."
     return (
-        f"{sequence.rate:g} of the steps do whatever it is. Pass a {other} --rate, or "
-        f"a {recorded}."
+        f"{sequence.rate:g} of the steps do whatever it is. Pass a {direction} --rate, "
+        f"or a {recorded}."
     )
 
 
 def _join_names(names: list[str]) -> str:
-    shown = ", ".join(names[:_MOST_LISTED])
-    others = len(names) - _MOST_LISTED
-    if others > 0:
-        shown += f" and {others} more"
-    return shown if len(names) == 1 else f"Each of {shown}"
+    text = ", ".join(names[:_MOST_LISTED])
+    rest_count = len(names) - _MOST_LISTED
+    if rest_count > 0:
+        text += f" and {rest_count} more"
+    return text if len(names) == 1 else f"Each of {text}"
 
 
 _MOST_LISTED = 3

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     "-p",
     "texts",
     multiple=True,
-    help="A preset, dynamic, fixed, headroom or another kind, with settings: "
-    "torch:growth_interval=100. May be given several times. [default: dynamic]",
+    help="A preset, dynamic, fixed, auto_start, headroom or another kind, with "
+    "settings: torch:growth_interval=100. May be given several times. "
+    "[default: dynamic]",
 )
 @click.option(
     "--sweep",
@@ -108,8 +109,30 @@ def simulate(
     else:
         results = _run(policies, sequence)
         _print_results(results, sequence, chart=chart, as_json=as_json)
-    for remark in (*sequence.remarks, *explain_bounds(results, sequence)):
+    remarks = (
+        *sequence.remarks,
+        *_explain_unmeasured(policies, sequence),
+        *explain_bounds(results, sequence),
+    )
+    for remark in remarks:
         warn(remark)
+
+
+def _explain_unmeasured(
+    policies: dict[str, Policy], sequence: StepSequence
+) -> Iterator[str]:
+    """Yield which policies ran without the measurements that they read."""
+    import numpy as np
+
+    from lossscale.diagnostics.unmeasured import explain_unmeasured
+
+    finite = sequence.finite
+    known = np.zeros_like(finite)
+    if sequence.magnitudes is not None:
+        known = finite & ~np.isnan(sequence.magnitudes)
+    yield from explain_unmeasured(
+        policies, measured=int(known.sum()), steps=int(finite.sum())
+    )
 
 
 _MOST_TRACED = 10_000
@@ -215,7 +238,7 @@ def _print_trace(
             dtype=sequence.dtype,
         )
         for step, (finite, state) in enumerate(states, start=1):
-            numbers = (value.item() for value in state)
+            numbers = (value.item() for value in state[:3])
             rows.append((name, step, bool(finite), *numbers))
     columns = ["policy", "step", "finite", "scale", "good_steps", "bad_steps"]
     if as_json:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lossscale.cli.output import kept_warnings
+from lossscale.cli.output import defer_warnings
 from lossscale.errors import MissingPackageError
 
 
@@ -21,7 +21,7 @@ def watch(run: Path, once: bool) -> None:
     from lossscale.diagnostics.live import render_run
     from lossscale.diagnostics.records.follower import RunFollower
 
-    with kept_warnings():
+    with defer_warnings():
         follower = RunFollower(run)
     if once:
         width = shutil.get_terminal_size((100, 24)).columns

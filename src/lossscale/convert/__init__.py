@@ -38,7 +38,16 @@ __all__ = [
 
 
 class Conversion(NamedTuple):
-    """A state in another library's form, and what that form cannot hold."""
+    """A state in another library's form, and what that form cannot hold.
+
+    Example:
+        >>> from lossscale import Dynamic
+        >>> from lossscale.convert import to_library
+        >>> policy = Dynamic(hysteresis=2)
+        >>> conversion = to_library("apex", policy, policy.init())
+        >>> conversion.dropped[0]
+        'hysteresis is 2 here, apex will take 1'
+    """
 
     values: dict[str, Any]
     """The other library's mapping."""
@@ -153,8 +162,12 @@ def _replace_scale(values: Any, keys: tuple[str, ...], scale: float) -> dict[str
             f"A mapping with {keys[0]!r} was expected, got {format_value(values)}."
         )
         raise StateError(message)
-    key, *others = keys
-    inner = _replace_scale(values.get(key), tuple(others), scale) if others else scale
+    key, *inner_keys = keys
+    inner = (
+        _replace_scale(values.get(key), tuple(inner_keys), scale)
+        if inner_keys
+        else scale
+    )
     return {**values, key: inner}
 
 
@@ -174,7 +187,9 @@ def detect_library(values: Values) -> str:
         raise StateError(message)
     if str(values.get("format", "")).startswith("lossscale/"):
         return "lossscale"
-    fitting = [name for name, one in LIBRARIES.items() if one.keys <= set(values)]
+    fitting = [
+        name for name, library in LIBRARIES.items() if library.keys <= set(values)
+    ]
     # TensorFlow and tf_keras keep the same two variables.
     if fitting == ["tensorflow", "tf_keras"]:
         return "tf_keras" if "dynamic_growth_steps" in values else "tensorflow"

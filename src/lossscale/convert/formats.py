@@ -244,13 +244,14 @@ def _write_deepspeed(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
 
 
 def _read_megatron(values: Values, base: Dynamic) -> Pair:
-    left = _count(values, "hysteresis_tracker")
-    bad = base.hysteresis - left
+    remaining = _count(values, "hysteresis_tracker")
+    bad = base.hysteresis - remaining
     if bad < 0:
         message = (
-            f"'hysteresis_tracker' is {left}, above a hysteresis of {base.hysteresis}. "
-            "Megatron does not save its settings: pass them as the policy, such as "
-            f"presets.get('megatron', hysteresis={left})."
+            f"'hysteresis_tracker' is {remaining}, above a hysteresis of "
+            f"{base.hysteresis}. Megatron does not save its settings: pass them as the "
+            "policy, such as "
+            f"presets.get('megatron', hysteresis={remaining})."
         )
         raise StateError(message)
     good = _count(values, "growth_tracker")
@@ -266,11 +267,11 @@ def _write_megatron(policy: Dynamic, state: ScaleState) -> dict[str, Any]:
 
 
 def _read_apex(values: Values, base: Dynamic) -> Pair:
-    others = [key for key in values if key != "loss_scaler0"]
-    if others:
+    other_keys = [key for key in values if key != "loss_scaler0"]
+    if other_keys:
         message = (
-            f"It holds several losses, {['loss_scaler0', *others]}; convert one at a "
-            'time, as {"loss_scaler0": ...}.'
+            f"It holds several losses, {['loss_scaler0', *other_keys]}; convert one at "
+            'a time, as {"loss_scaler0": ...}.'
         )
         raise StateError(message)
     inner = values["loss_scaler0"]

@@ -191,8 +191,8 @@ def check_epsilon(inner: Any, dtypes: Iterable[str]) -> None:
 
 def _plain(inner: Any, name: str, usual: float) -> float:
     """Return a setting that is a plain number; the usual one where it is not."""
-    found = _setting(inner, name)
-    return float(found) if isinstance(found, (int, float)) else usual
+    value = _setting(inner, name)
+    return float(value) if isinstance(value, (int, float)) else usual
 
 
 def largest_endless_addend(dtype: str) -> float:
@@ -219,9 +219,9 @@ def _largest_for_state(inner: Any, dtype: str, elements: int) -> float:
     return math.sqrt(LARGEST[dtype] / max(1, elements)) / _gain(inner)
 
 
-def _is_narrower(dtype: str, other: str) -> bool:
+def _is_narrower(dtype: str, limit: str) -> bool:
     """Whether a dtype ends before another one."""
-    return LARGEST.get(dtype, math.inf) < LARGEST[other]
+    return LARGEST.get(dtype, math.inf) < LARGEST[limit]
 
 
 def _gain(inner: Any) -> float:
@@ -254,8 +254,8 @@ def _kind(inner: Any) -> str:
     """
     for base in type(inner).__mro__:
         if {"update_step", "_resource_apply_dense"} & vars(base).keys():
-            known = base.__module__.partition(".")[0] in _LIBRARIES
-            return base.__name__ if known else ""
+            is_familiar = base.__module__.partition(".")[0] in _LIBRARIES
+            return base.__name__ if is_familiar else ""
     return ""
 
 

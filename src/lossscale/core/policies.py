@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 from lossscale.core import validation
+from lossscale.core.measurements import Measurement
 from lossscale.core.rule import transition
 from lossscale.core.state import Array, ScaleState, Signal, Where
 from lossscale.errors import SettingError, SettingTypeError
@@ -21,9 +22,10 @@ class Policy(Protocol):
 
     A policy is immutable and hashable; everything that changes is in the state. It
     must work with `signal.finite` alone: other measurements may be `None`. A policy may
-    have an attribute `wants`, a tuple of the measurements that it reads ("amax", ...):
-    what owns the training step then takes them. Its state may be a NamedTuple of its
-    own: `scale`, `good_steps`, `bad_steps`, and further float32 numbers.
+    have an attribute `wants`, a tuple of the measurements that it reads ("amax", an
+    `AboveEdge`, ...): what owns the training step then takes those that it can. Its
+    state may be a NamedTuple of its own: `scale`, `good_steps`, `bad_steps`, and
+    further float32 numbers.
 
     Example:
         >>> from lossscale import Dynamic, Fixed, Policy
@@ -67,12 +69,12 @@ def choose(
 ) -> ScaleState:
     """Return one of two states, number by number."""
     pairs = zip(first, second, strict=True)
-    return type(first)(*(where(condition, one, other) for one, other in pairs))
+    return type(first)(*(where(condition, left, right) for left, right in pairs))
 
 
-def wanted_measurements(policy: Policy) -> tuple[str, ...]:
-    """Return the fields of a `Signal` that a policy reads besides the flags."""
-    wants: tuple[str, ...] = getattr(policy, "wants", ())
+def wanted_measurements(policy: Policy) -> tuple[Measurement, ...]:
+    """Return the measurements that a policy reads besides the flags."""
+    wants: tuple[Measurement, ...] = getattr(policy, "wants", ())
     return wants
 
 

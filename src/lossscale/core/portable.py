@@ -126,9 +126,9 @@ def from_portable(portable: Mapping[str, Any]) -> tuple[SavedPolicy, ScaleState]
     _check_format(portable)
     _check_keys("the object", portable, {"format", "policy", "state"})
     settings, values = portable["policy"], portable["state"]
-    for name, part in (("policy", settings), ("state", values)):
-        if not isinstance(part, Mapping):
-            message = f"'{name}' must be an object, got {format_value(part)}."
+    for name, entry in (("policy", settings), ("state", values)):
+        if not isinstance(entry, Mapping):
+            message = f"'{name}' must be an object, got {format_value(entry)}."
             raise StateError(message)
     kind = settings.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
@@ -148,14 +148,14 @@ def _parse_policy(
     """Return a policy made of its settings, and of those of its rule."""
     names = {field.name for field in fields(policy_class)}
     _check_keys("the policy", settings, names | other_keys)
-    given = {name: settings[name] for name in names}
-    if "rule" in given:
-        if not isinstance(given["rule"], Mapping):
-            message = f"'rule' must be an object, got {format_value(given['rule'])}."
+    entries = {name: settings[name] for name in names}
+    if "rule" in entries:
+        if not isinstance(entries["rule"], Mapping):
+            message = f"'rule' must be an object, got {format_value(entries['rule'])}."
             raise StateError(message)
-        given["rule"] = _parse_policy(Dynamic, given["rule"], set())
+        entries["rule"] = _parse_policy(Dynamic, entries["rule"], set())
     try:
-        return policy_class(**given)
+        return policy_class(**entries)
     except LossScaleError as error:
         message = f"The policy is not usable: {error}"
         raise StateError(message) from error
@@ -216,6 +216,17 @@ def load(path: str | os.PathLike[str]) -> tuple[SavedPolicy, ScaleState]:
 
     Raises:
         StateError: If the file does not hold a portable state.
+
+    Example:
+        >>> import os, tempfile
+        >>> from lossscale import Dynamic, load, save
+        >>> policy = Dynamic(growth_interval=500)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "scaler.json")
+        ...     save(path, policy, policy.init())
+        ...     loaded, state = load(path)
+        >>> loaded == policy, state.scale
+        (True, 65536.0)
     """
     return from_portable(read_json(path))
 
@@ -280,13 +291,13 @@ def _check_format(portable: Mapping[str, Any]) -> None:
     raise StateError(message)
 
 
-def _check_keys(what: str, given: Mapping[str, Any], expected: set[str]) -> None:
+def _check_keys(what: str, entries: Mapping[str, Any], expected: set[str]) -> None:
     """Raise unless the object has exactly the expected keys.
 
     A setting that a later version adds to a policy must be optional here: files of this
     version do not have it.
     """
-    missing, unknown = expected - set(given), set(given) - expected
+    missing, unknown = expected - set(entries), set(entries) - expected
     if missing or unknown:
         message = (
             f"The keys of {what} are not those of a {FORMAT} state: missing "

@@ -4,9 +4,9 @@
 Every scaler in the field is one small state machine. This file is that machine,
 and the only place in the package where it is written down. Read it first.
 
-The state is three numbers: `scale`; `good`, the finite steps counted towards the
-next growth; and `bad`, the overflows counted towards the next back-off. A step
-reports one thing, `finite`: were all gradients finite? Then:
+The state is three numbers: `scale`; `good` (`ScaleState.good_steps`), the finite steps
+counted towards the next growth; and `bad` (`bad_steps`), the overflows counted towards
+the next back-off. A step reports one thing, `finite`: were all gradients finite? Then:
 
     a finite step      good + 1.  Once good reaches `growth_threshold`:
                        scale * growth_factor, unless that passes `max_scale`.
@@ -86,6 +86,22 @@ def transition(
         backoff_clears_bad: A back-off clears `bad`. If it does not, every further
             overflow backs off again until `bad` is cleared.
         where: The framework's select, `where(condition, a, b)`.
+
+    Example:
+        >>> import numpy as np
+        >>> from lossscale.core.rule import transition
+        >>> factors = {"growth_factor": 2.0, "backoff": 0.5}
+        >>> counts = {"growth_threshold": 2, "good_after_growth": 0, "hysteresis": 1}
+        >>> bounds = {"min_scale": 1.0, "max_scale": 65536.0}
+        >>> names = "backoff_divides", "hold_at_min", "clamp_at_max"
+        >>> switches = dict.fromkeys((*names, "finite_clears_bad"), False)
+        >>> settings = {**factors, **counts, **bounds, **switches}
+        >>> state = (8.0, 1, 0)
+        >>> found = transition(
+        ...     *state, True, **settings, backoff_clears_bad=True, where=np.where
+        ... )
+        >>> [float(number) for number in found]
+        [16.0, 0.0, 0.0]
     """
     # Count this step.
     good = where(finite, good + 1, 0)

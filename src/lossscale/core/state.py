@@ -52,7 +52,7 @@ class Signal(NamedTuple):
     nan: Array | None = None
     """Whether any gradient is NaN (an overflow alone gives infinities)."""
     amax: Array | None = None
-    """The largest finite magnitude of the gradients as they came, still scaled."""
+    """The largest finite magnitude of the gradients, still scaled."""
     norm: Array | None = None
     """The global norm of the unscaled gradients."""
     loss_finite: Array | None = None
@@ -67,9 +67,9 @@ class Signal(NamedTuple):
     stays where it is: no lower scale makes a true gradient smaller."""
 
     above_edge: Array | None = None
-    """The fraction of gradient values, still scaled, whose magnitude is above the edge
-    of a policy that has one (`Histogram`, `Saturation`). No adapter measures it: those
-    policies then compare `amax`."""
+    """The fraction of gradient values, still scaled, whose magnitude is above an edge:
+    that of an `AboveEdge` which `unscale` was asked to measure. `Histogram` and
+    `Saturation` read it, and compare `amax` where it is not measured."""
 
 
 State: TypeAlias = Any
@@ -91,7 +91,3 @@ def is_state(value: Any) -> bool:
 def list_dtypes(state: State) -> list[str]:
     """Return the dtype of every field of a state: float32, and int32 for counters."""
     return ["float32", "int32", "int32", *["float32"] * (len(state) - 3)]
-
-
-MEASUREMENTS = ("nan", "amax", "norm", "zero_fraction", "subnormal_fraction")
-"""The fields of a `Signal` that `unscale` can measure when asked."""

@@ -25,8 +25,8 @@ class UpdateStatistics(NamedTuple):
     0 if the update is zero, and infinite if only the weight is.
     """
     lost: Sequence[float]
-    """The share of each weight's numbers that stayed as they were in their own format,
-    although their update was not zero: it was rounded away."""
+    """The fraction of each weight's numbers that stayed as they were in their own
+    format, although their update was not zero: it was rounded away."""
     dtypes: Sequence[str]
     """The format of each weight, such as "float16"."""
     has_master: Sequence[bool]
@@ -48,9 +48,9 @@ class TensorStatistics(NamedTuple):
     amax: Sequence[float]
     """The largest finite magnitude of each."""
     zeros: Sequence[float]
-    """The share of each that is exactly zero."""
+    """The fraction of each that is exactly zero."""
     subnormals: Sequence[float]
-    """The share of each that is subnormal in its format, and has lost precision."""
+    """The fraction of each that is subnormal in its format, and has lost precision."""
     first_exponent: int
     """The exponent that the first count of every histogram is for."""
     counts: Sequence[Sequence[int]]

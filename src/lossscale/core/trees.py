@@ -47,29 +47,31 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -
 
 def check_same_structure(first: Any, second: Any, path: str = "") -> None:
     """Raise a `StructureError` that names the first path at which the two differ."""
-    children, others = _children(first, path), _children(second, path)
-    if children is None and others is None:
+    first_children, second_children = _children(first, path), _children(second, path)
+    if first_children is None and second_children is None:
         return
     if isinstance(first, dict) and isinstance(second, dict):
         # Neither the order of the keys nor the kind of dict is part of the structure.
-        children = sorted(children or [], key=itemgetter(0))
-        others = sorted(others or [], key=itemgetter(0))
+        first_children = sorted(first_children or [], key=itemgetter(0))
+        second_children = sorted(second_children or [], key=itemgetter(0))
         alike = True
     else:
         alike = type(first) is type(second)
     if (
-        children is None
-        or others is None
+        first_children is None
+        or second_children is None
         or not alike
-        or [name for name, _ in children] != [name for name, _ in others]
+        or [name for name, _ in first_children] != [name for name, _ in second_children]
     ):
         message = (
             f"The two structures differ at {path or 'the top'}: {_describe(first)} "
             f"against {_describe(second)}."
         )
         raise StructureError(message)
-    for (name, child), (_, other) in zip(children, others, strict=True):
-        check_same_structure(child, other, name)
+    for (name, first_child), (_, second_child) in zip(
+        first_children, second_children, strict=True
+    ):
+        check_same_structure(first_child, second_child, name)
 
 
 def _children(tree: Any, path: str) -> list[tuple[str, Any]] | None:

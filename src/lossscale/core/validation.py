@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-from lossscale.core.state import MEASUREMENTS, Signal
+from lossscale.core.state import Signal
 from lossscale.errors import GradientError, SettingError, SettingTypeError
 
 FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
@@ -163,16 +163,6 @@ def check_bool(name: str, value: Any) -> bool:
         message = f"{name} must be True or False, got {format_value(value)}."
         raise SettingTypeError(message)
     return value
-
-
-def check_measurements(measure: Iterable[str]) -> frozenset[str]:
-    """Return the names of measurements that `unscale` is asked for, validated."""
-    wanted = frozenset([measure] if isinstance(measure, str) else measure)
-    unknown = sorted(map(str, wanted - set(MEASUREMENTS)))
-    if unknown:
-        message = f"Cannot measure {unknown}; there are {', '.join(MEASUREMENTS)}."
-        raise SettingError(message)
-    return wanted
 
 
 def require_signal(signal: Any) -> None:

@@ -134,16 +134,16 @@ def backward(
 
 def _product(left: Array, right: Array, number: Format) -> Array:
     """Multiply matrices as tensor cores do: float32 sums, rounded once."""
-    wide = left.astype(np.float32, copy=False) @ right.astype(np.float32, copy=False)
-    return wide.astype(number, copy=False)
+    product = left.astype(np.float32, copy=False) @ right.astype(np.float32, copy=False)
+    return product.astype(number, copy=False)
 
 
 def _gelu(values: Array) -> tuple[Array, Array]:
     """Return GELU, in GPT-2's tanh form, and its derivative, both in float32."""
-    wide = values.astype(np.float32, copy=False)
-    square = wide * wide
-    bend = np.tanh(_GELU_SLOPE * wide * (_ONE + _GELU_CUBIC * square))
+    upcast_values = values.astype(np.float32, copy=False)
+    square = upcast_values * upcast_values
+    bend = np.tanh(_GELU_SLOPE * upcast_values * (_ONE + _GELU_CUBIC * square))
     inner = _GELU_SLOPE * (_ONE + np.float32(3) * _GELU_CUBIC * square)
     half_sum = _HALF * (_ONE + bend)
-    slope = half_sum + _HALF * wide * (_ONE - bend * bend) * inner
-    return wide * half_sum, slope
+    slope = half_sum + _HALF * upcast_values * (_ONE - bend * bend) * inner
+    return upcast_values * half_sum, slope

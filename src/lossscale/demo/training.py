@@ -173,7 +173,7 @@ def train(
     losses = np.zeros(steps, np.float32)
     scales = np.zeros(steps, np.float32)
     skipped = np.zeros(steps, np.bool_)
-    lost = found = 0
+    flushed_count = probed_count = 0
     measured = wanted_measurements(policy)
     if on_step is not None:
         measured = ("nan", "amax", "norm")
@@ -196,8 +196,8 @@ def train(
             on_step(Step(name, step + 1, loss, rate, policy, state, signal, stored))
         if step % _PROBE_INTERVAL == 0:
             exact = _exact_gradients(weights, images, labels)
-            lost += _count_lost(stored, exact)
-            found += sum(int(np.count_nonzero(gradient)) for gradient in exact)
+            flushed_count += _count_flushed(stored, exact)
+            probed_count += sum(int(np.count_nonzero(gradient)) for gradient in exact)
 
         weights, momenta = ls.select(signal.finite, proposed, (weights, momenta))
         state = ls.update(policy, state, signal)
@@ -208,7 +208,7 @@ def train(
         scales=scales,
         skipped=skipped,
         accuracy=_accuracy(weights, digits, number),
-        flushed=lost / max(1, found),
+        flushed=flushed_count / max(1, probed_count),
         final_scale=float(state.scale),
     )
 
@@ -222,7 +222,7 @@ def _exact_gradients(
     return network.backward(weights, trace, slope, np.float32)
 
 
-def _count_lost(stored: list[network.Array], exact: list[network.Array]) -> int:
+def _count_flushed(stored: list[network.Array], exact: list[network.Array]) -> int:
     """Count entries that are zero in `stored` and not in `exact`."""
     return sum(
         int(np.count_nonzero((ours == 0) & (theirs != 0)))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Recommendation,
         recommend,
     )
-    from lossscale.diagnostics.backtests.underflow import LostShare
+    from lossscale.diagnostics.backtests.underflow import LostFraction
     from lossscale.diagnostics.recording import Recording, read_recording
     from lossscale.diagnostics.report.build import build_report
     from lossscale.diagnostics.simulation import Simulation, simulate
@@ -42,7 +42,7 @@ __all__ = [
     "Backtest",
     "Estimate",
     "ExponentHistogram",
-    "LostShare",
+    "LostFraction",
     "Outcome",
     "Recommendation",
     "RecordWarning",
@@ -71,7 +71,7 @@ _WITH_NUMPY = {
     "Backtest": "backtests.backtest",
     "Estimate": "backtests.outcome",
     "ExponentHistogram": "statistics",
-    "LostShare": "backtests.underflow",
+    "LostFraction": "backtests.underflow",
     "Outcome": "backtests.outcome",
     "Recommendation": "backtests.recommendation",
     "Recording": "recording",

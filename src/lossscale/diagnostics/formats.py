@@ -43,7 +43,7 @@ def headroom(largest_magnitude: float, scale: float, dtype: str) -> float | None
 
     Args:
         largest_magnitude: That of the unscaled gradients.
-        scale: The scale that they carried.
+        scale: The scale that they were multiplied by.
         dtype: The format in which they were stored.
 
     Returns:

@@ -66,18 +66,18 @@ def sparkline(
         '▁▁█ ▄'
     """
     count = min(width, len(values))
-    cells: list[float | None] = []
+    extremes: list[float | None] = []
     for i in range(count):
-        part = values[i * len(values) // count : (i + 1) * len(values) // count]
-        known = [v for v in part if v is not None and math.isfinite(v)]
-        cells.append(choose(known) if known else None)
-    drawn = [value for value in cells if value is not None]
-    low, high = min(drawn, default=0.0), max(drawn, default=0.0)
+        window = values[i * len(values) // count : (i + 1) * len(values) // count]
+        finite = [v for v in window if v is not None and math.isfinite(v)]
+        extremes.append(choose(finite) if finite else None)
+    finite_extremes = [value for value in extremes if value is not None]
+    low, high = min(finite_extremes, default=0.0), max(finite_extremes, default=0.0)
     span = (high - low) or 1.0
-    top = len(_BARS) - 1
+    highest = len(_BARS) - 1
     return "".join(
-        " " if value is None else _BARS[round((value - low) / span * top)]
-        for value in cells
+        " " if value is None else _BARS[round((value - low) / span * highest)]
+        for value in extremes
     )
 
 
@@ -89,10 +89,10 @@ def _curve(
     width: int,
 ) -> str:
     values = [read(record) for record in recent]
-    shown = number(values[-1])
+    text = number(values[-1])
     if name == "scale":
         values = [None if value is None else math.log2(value) for value in values]
-    line = f"{name:<{_LABEL}}{shown:<{_VALUE}}{sparkline(values, width, choose)}"
+    line = f"{name:<{_LABEL}}{text:<{_VALUE}}{sparkline(values, width, choose)}"
     return line.rstrip()
 
 
@@ -141,15 +141,15 @@ def _skips(run: RunFollower) -> list[str]:
     causes = ", ".join(
         f"{count:,} {cause}" for cause, count in run.causes.most_common()
     )
-    share = percent(run.skipped / max(1, run.steps))
-    lines = [f"skipped   {run.skipped:,} of {run.steps:,} steps ({share}): {causes}"]
+    fraction = percent(run.skipped / max(1, run.steps))
+    lines = [f"skipped   {run.skipped:,} of {run.steps:,} steps ({fraction}): {causes}"]
     last = run.last_skip
     if last is not None:
         names = [f"{name} ({cause})" for name, cause in last.nonfinite]
         more = len(names) - _MOST_NAMES
-        rest = f" and {more:,} more" if more > 0 else ""
-        listed = f" in {', '.join(names[:_MOST_NAMES])}{rest}" if names else ""
-        lines.append(f"          last at step {last.step:,}: {last.cause}{listed}")
+        suffix = f" and {more:,} more" if more > 0 else ""
+        details = f" in {', '.join(names[:_MOST_NAMES])}{suffix}" if names else ""
+        lines.append(f"          last at step {last.step:,}: {last.cause}{details}")
         if last.nearest_finite is not None:
             lines.append(f"          nearest that was finite: {last.nearest_finite}")
     return lines

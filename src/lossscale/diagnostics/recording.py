@@ -107,26 +107,26 @@ def _parse(line: str, where: str) -> _Step:
         value: Any = json.loads(line)
     except (ValueError, RecursionError):
         value = None
-    known = value if isinstance(value, dict) else {"finite": value}
-    finite = known.get("finite")
+    entries = value if isinstance(value, dict) else {"finite": value}
+    finite = entries.get("finite")
     if not isinstance(finite, bool):
         message = (
             f'{where}: expected true, false or an object with "finite", got '
             f"{line.strip()[:60]!r}."
         )
         raise StateError(message)
-    magnitude = _number(known, "magnitude", 0.0, "0 or more", where)
-    scale = _number(known, "scale", math.ulp(0.0), "above 0", where)
+    magnitude = _number(entries, "magnitude", 0.0, "0 or more", where)
+    scale = _number(entries, "scale", math.ulp(0.0), "above 0", where)
     if finite:
         return _Step(finite, magnitude=magnitude)
     return _Step(finite, overflow_scale=scale)
 
 
 def _number(
-    known: dict[str, Any], key: str, lowest: float, expected: str, where: str
+    entries: dict[str, Any], key: str, lowest: float, expected: str, where: str
 ) -> float:
     """Return an optional number; NaN if it is not there."""
-    value = known.get(key)
+    value = entries.get(key)
     if value is None:
         return math.nan
     usable = isinstance(value, (int, float)) and not isinstance(value, bool)

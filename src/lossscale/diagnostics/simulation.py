@@ -71,8 +71,8 @@ class Simulation:
 
     def scale_after(self, steps: npt.ArrayLike) -> Scales:
         """Return the scale after each of the given steps; 0 is the start."""
-        places = np.searchsorted(self.steps, np.asarray(steps), side="right") - 1
-        return self.scales[places]
+        indices = np.searchsorted(self.steps, np.asarray(steps), side="right") - 1
+        return self.scales[indices]
 
 
 WORTH_COMPILING = 2_000_000
@@ -183,22 +183,22 @@ def _by_the_rule(
     )
     steps = [np.zeros(1, np.int64)]
     scales = [np.array([first.scale], np.float32)]
-    skipped = taken = 0
+    skipped = count = 0
     with np.errstate(over="ignore", under="ignore"):
         for limits in _chunks(sequence):
-            at, moved, overflows, scale, good, bad = runner(
+            positions, moved, overflows, scale, good, bad = runner(
                 limits, *state, settings, tuple(policy.switches)
             )
             # Compiled code returns a Python float, and would go on in float64.
             state = np.float32(scale), good, bad
-            steps.append(at[1:] + taken)
+            steps.append(positions[1:] + count)
             scales.append(moved[1:])
             skipped += overflows
-            taken += len(limits)
+            count += len(limits)
     scale, good, bad = state
     final = ScaleState(scale, np.int32(good), np.int32(bad))
     changes = np.concatenate(steps), np.concatenate(scales)
-    return Simulation(policy, taken, skipped, *changes, final)
+    return Simulation(policy, count, skipped, *changes, final)
 
 
 def _without_steps(policy: Fixed, sequence: StepSequence) -> Simulation:

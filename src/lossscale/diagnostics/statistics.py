@@ -19,7 +19,14 @@ Array = npt.NDArray[Any]
 
 
 class ExponentHistogram(NamedTuple):
-    """How many finite, non-zero numbers of an array have which exponent."""
+    """How many finite, non-zero numbers of an array have which exponent.
+
+    Example:
+        >>> from lossscale.diagnostics import exponent_histogram
+        >>> histogram = exponent_histogram([0.5, 0.75, 2.0])
+        >>> histogram.first_exponent, histogram.counts.tolist()
+        (-1, [2, 0, 1])
+    """
 
     first_exponent: int
     """The exponent that the first count is for; 0 if there is no count."""
@@ -78,9 +85,9 @@ def measure_tensors(tensors: Mapping[str, npt.ArrayLike]) -> TensorStatistics:
         names=list(arrays),
         sizes=[array.size for array in arrays.values()],
         amax=[_largest(array) for array in arrays.values()],
-        zeros=[_share(array == 0) for array in arrays.values()],
+        zeros=[_fraction(array == 0) for array in arrays.values()],
         subnormals=[
-            _share((array != 0) & (np.abs(array) < bound))
+            _fraction((array != 0) & (np.abs(array) < bound))
             for array, bound in zip(arrays.values(), bounds, strict=True)
         ],
         first_exponent=first,
@@ -94,46 +101,46 @@ def _floating(array: npt.ArrayLike) -> Array:
     bfloat16 and float8, which NumPy knows through ml_dtypes, become float32: each of
     their numbers is one of float32's as well.
     """
-    found = np.asarray(array)
-    if _format_of(found) is not None:
-        found = found.astype(np.float32)
-    if found.dtype.kind != "f":
+    values = np.asarray(array)
+    if _format_of(values) is not None:
+        values = values.astype(np.float32)
+    if values.dtype.kind != "f":
         message = (
-            f"Statistics need floating-point numbers, got an array of {found.dtype}."
+            f"Statistics need floating-point numbers, got an array of {values.dtype}."
         )
         raise GradientError(message)
-    return found
+    return values
 
 
 def _largest(array: Array) -> float:
     return float(np.abs(array[np.isfinite(array)]).max(initial=0))
 
 
-def _share(flags: Array) -> float:
+def _fraction(flags: Array) -> float:
     return float(np.count_nonzero(flags) / max(1, flags.size))
 
 
 def _format_of(array: Array) -> NumberFormat | None:
     """Return the format of an array whose numbers are not NumPy's own."""
     name = array.dtype.name
-    others = ("bfloat16", "float8_e5m2", "float8_e4m3")
-    found = [other for other in others if name.startswith(other)]
-    return FORMATS[found[0]] if found else None
+    names = ("bfloat16", "float8_e5m2", "float8_e4m3")
+    matches = [candidate for candidate in names if name.startswith(candidate)]
+    return FORMATS[matches[0]] if matches else None
 
 
 def _smallest_normal(array: Array) -> float:
-    found = _format_of(array)
-    if found is not None:
-        return math.ldexp(1.0, found.smallest_normal)
+    number_format = _format_of(array)
+    if number_format is not None:
+        return math.ldexp(1.0, number_format.smallest_normal)
     is_float = array.dtype.kind == "f"
     return float(np.finfo(array.dtype).smallest_normal) if is_float else 0.0
 
 
 def _align(histograms: list[ExponentHistogram]) -> tuple[int, list[list[int]]]:
     """Return histograms over one range of exponents."""
-    found = [(first, counts) for first, counts in histograms if counts.size]
-    first = min((start for start, _ in found), default=0)
-    end = max((start + counts.size for start, counts in found), default=0)
+    filled = [(first, counts) for first, counts in histograms if counts.size]
+    first = min((start for start, _ in filled), default=0)
+    end = max((start + counts.size for start, counts in filled), default=0)
     rows = []
     for start, counts in histograms:
         row = np.zeros(end - first, np.int64)

@@ -242,6 +242,7 @@ _REDUCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "norm": jnp.max,
     "zero_fraction": jnp.mean,
     "subnormal_fraction": jnp.mean,
+    "above_edge": jnp.mean,
 }
 """How the measurements of micro-batches, whose sizes are equal, become one."""
 
@@ -254,8 +255,8 @@ def _to_step_signal(combined: Signal, *, applied: jax.Array) -> Signal:
 
 def _average_losses(losses: jax.Array, used: jax.Array, count: jax.Array) -> jax.Array:
     """Return the mean loss of the micro-batches that were used; NaN without any."""
-    kept = jnp.where(used, gradient.upcast(losses), 0)
-    return jnp.sum(kept) / count.astype(kept.dtype)  # 0 / 0 is NaN
+    used_losses = jnp.where(used, gradient.upcast(losses), 0)
+    return jnp.sum(used_losses) / count.astype(used_losses.dtype)  # 0 / 0 is NaN
 
 
 def _average_gradients(

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lossscale.core import portable, validation
+from lossscale.core.measurements import Measurement, check_measurements
 from lossscale.core.policies import Dynamic, Policy, advance
 from lossscale.core.state import Array, ScaleState, Signal, list_dtypes
 from lossscale.core.validation import format_value, require_signal
@@ -108,7 +109,7 @@ def unscale(
     grads: PyTree,
     state: ScaleState,
     *,
-    measure: Iterable[str] = (),
+    measure: Measurement | Iterable[Measurement] = (),
     axis_name: AxisName = None,
     passthrough: LeafPredicate = is_overwrite_with_gradient,
     loss: PyTree = None,
@@ -126,7 +127,7 @@ def unscale(
         grads: A pytree of scaled gradients. `None` and `float0` leaves pass through.
         state: The state whose scale multiplied the loss.
         measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
-            "zero_fraction" and "subnormal_fraction".
+            "zero_fraction" and "subnormal_fraction", and an `AboveEdge`.
         axis_name: Inside `shard_map`, `pmap` or `vmap`: the axis, or a tuple of axes,
             whose devices make one decision. The gradients are not reduced: average them
             yourself, before or after. A gradient that cannot be squared after all
@@ -147,7 +148,7 @@ def unscale(
         >>> grads, bool(signal.finite)
         ({'w': Array([2., 1.], dtype=float32)}, True)
     """
-    names = validation.check_measurements(measure)
+    names = check_measurements(measure)
     unscaled, signal = unscale_locally(
         grads,
         state,
@@ -165,7 +166,7 @@ def unscale_locally(
     *,
     passthrough: LeafPredicate,
     loss: PyTree,
-    names: frozenset[str] = frozenset(),
+    names: frozenset[Measurement] = frozenset(),
     divisor: int = 1,
 ) -> tuple[PyTree, Signal]:
     """Unscale gradients and check them, without a reduction over devices.
@@ -313,8 +314,8 @@ def apply_if_finite(
         new = function(state, *arguments)
         if not selection.has_same_structure(new, state):
             return new  # lax.cond raises an error that explains it
-        kept: State = selection.keep_finite(new, state)
-        return kept
+        selected: State = selection.keep_finite(new, state)
+        return selected
 
     def skip(state: State, *unused: PyTree) -> State:
         del unused

@@ -9,13 +9,19 @@ processors that flush subnormal numbers compare them equal to zero.
 import jax
 import jax.numpy as jnp
 
+from lossscale.core.measurements import (
+    AboveEdge,
+    Measurement,
+    find_edge,
+    list_fields,
+)
 from lossscale.jax import gradient
 from lossscale.jax.norms import norm
 from lossscale.jax.types import DType
 
 
 def measure(
-    grads: list[jax.Array], unscaled: list[jax.Array], names: frozenset[str]
+    grads: list[jax.Array], unscaled: list[jax.Array], names: frozenset[Measurement]
 ) -> dict[str, jax.Array]:
     """Compute the named measurements.
 
@@ -42,7 +48,12 @@ def measure(
             [_is_subnormal(part) for part in scaled], count
         ),
     }
-    return {name: measures[name]() for name in sorted(names)}
+    edge = find_edge(names)
+    if edge is not None:
+        measures["above_edge"] = lambda: _fraction(
+            [_is_above(part, edge) for part in scaled], count
+        )
+    return {name: measures[name]() for name in list_fields(names)}
 
 
 def _amax(part: jax.Array) -> jax.Array:
@@ -50,6 +61,12 @@ def _amax(part: jax.Array) -> jax.Array:
     values = gradient.upcast(part)
     finite = jnp.where(jnp.isfinite(values), jnp.abs(values), 0)
     return jnp.max(finite, initial=0)
+
+
+def _is_above(part: jax.Array, edge: AboveEdge) -> jax.Array:
+    """Return which numbers have a magnitude above an edge."""
+    magnitudes = jnp.abs(gradient.upcast(part))
+    return magnitudes >= edge.edge if edge.inclusive else magnitudes > edge.edge
 
 
 def _is_subnormal(part: jax.Array) -> jax.Array:
@@ -63,7 +80,9 @@ def _fraction(flags: list[jax.Array], count: int) -> jax.Array:
     """Return the fraction of all values whose flag is set."""
     # Each sum in int32; their total may exceed it, and is rounded to float32 anyway.
     totals = [jnp.sum(flag, dtype=jnp.int32).astype(jnp.float32) for flag in flags]
-    return jnp.sum(_stack(totals, jnp.float32)) / count
+    total = jnp.sum(_stack(totals, jnp.float32))
+    # XLA multiplies by the reciprocal of a constant, which rounds another way.
+    return total / jnp.where(total >= 0, jnp.float32(count), 1)
 
 
 def _any(flags: list[jax.Array]) -> jax.Array:

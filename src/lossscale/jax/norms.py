@@ -30,10 +30,14 @@ def norm(arrays: list[jax.Array], dtype: DType) -> jax.Array:
     if not arrays:
         return jnp.zeros((), dtype)
     if dtype == jnp.float64:
-        wide = [array.astype(dtype) for array in arrays]
-        largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in wide]))
+        upcast_arrays = [array.astype(dtype) for array in arrays]
+        largest = jnp.max(
+            jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in upcast_arrays])
+        )
         unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)
-        return unit * jnp.sqrt(sum(jnp.sum(jnp.square(x / unit)) for x in wide))
+        return unit * jnp.sqrt(
+            sum(jnp.sum(jnp.square(x / unit)) for x in upcast_arrays)
+        )
     sums = [_sum_squares(array) for array in arrays]
     large, middle, small = (sum(group) for group in zip(*sums, strict=True))
     with_large = jnp.sqrt(large + middle / _SHIFT / _SHIFT) * _SHIFT

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lossscale.core import validation
+from lossscale.core.measurements import Measurement, check_measurements
 from lossscale.core.policies import Policy, wanted_measurements
 from lossscale.core.state import ScaleState, Signal
 from lossscale.core.validation import format_value
@@ -56,7 +56,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     axis_name: AxisName = None,
-    measure: Iterable[str] = (),
+    measure: Measurement | Iterable[Measurement] = (),
     passthrough: LeafPredicate = is_overwrite_with_gradient,
 ) -> Callable[..., ValueAndGrad]:
     """Return a function of the state and `fun`'s arguments that differentiates `fun`.
@@ -97,8 +97,8 @@ def value_and_grad(
         (36.0, 24.0, True, 1)
     """
     check_policy(policy)
-    names = validation.check_measurements(measure)
-    names |= set(wanted_measurements(policy))
+    names = check_measurements(measure)
+    names = check_measurements(names | set(wanted_measurements(policy)))
     positions = normalize_argnums("argnums", argnums)
 
     @copy_name(fun)
@@ -144,7 +144,7 @@ def differentiate_scaled(
         )
         raise GradientError(message)
 
-    def scaled_loss(floats: list[list[Any]]) -> tuple[jax.Array, PyTree]:
+    def compute_scaled_loss(floats: list[list[Any]]) -> tuple[jax.Array, PyTree]:
         all_args = list(args)
         for position, tree, leaves in zip(positions, trees, floats, strict=True):
             all_args[position] = tree.merge(leaves)
@@ -152,7 +152,7 @@ def differentiate_scaled(
         loss = _extract_loss(result, has_aux=has_aux)
         return functional.scale(loss, state), result
 
-    differentiate = jax.value_and_grad(scaled_loss, has_aux=True)
+    differentiate = jax.value_and_grad(compute_scaled_loss, has_aux=True)
     (_, value), leaf_grads = differentiate([tree.floats for tree in trees])
     grads = [
         tree.unflatten(leaves) for tree, leaves in zip(trees, leaf_grads, strict=True)
@@ -215,7 +215,9 @@ class _PartitionedTree:
     def merge(self, floats: list[Any]) -> PyTree:
         """Return the tree with other differentiable leaves."""
         pairs = zip(floats, self._others, strict=True)
-        return self.unflatten([other if new is None else new for new, other in pairs])
+        return self.unflatten(
+            [constant if new is None else new for new, constant in pairs]
+        )
 
     def unflatten(self, leaves: list[Any]) -> PyTree:
         """Return a tree of the same structure."""

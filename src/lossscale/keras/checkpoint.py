@@ -80,10 +80,10 @@ def copy_variables(source: Any, target: Any, memory: Mapping[str, Any]) -> None:
     for name in ("step_counter", "dynamic_scale", *ADDED):
         if hasattr(source, name):
             getattr(target, name).assign(getattr(source, name))
-    known = {variable.name: variable for variable in source.variables}
-    if memory.keys() <= known.keys():
+    saved = {variable.name: variable for variable in source.variables}
+    if memory.keys() <= saved.keys():
         for name, variable in memory.items():
-            variable.assign(known[name])
+            variable.assign(saved[name])
 
 
 def load_from_others(

@@ -68,11 +68,11 @@ def apply_or_skip(
         branch(findings, lambda: update(gradients))
         return
 
-    def decide(strategy: Any, gradients: list[Any], parts: Array) -> None:
+    def decide(strategy: Any, gradients: list[Any], encoded: Array) -> None:
         # The branch is taken across replicas: inside of one, it may not merge them,
         # which the inner optimizer does.
         branch(
-            _decode(strategy.reduce("SUM", parts, axis=None), findings),
+            _decode(strategy.reduce("SUM", encoded, axis=None), findings),
             lambda: strategy.extended.call_for_each_replica(update, args=(gradients,)),
         )
 
@@ -82,28 +82,28 @@ def apply_or_skip(
 def _encode(findings: Findings, context: Any) -> Array:
     """Return findings as numbers that are added up: sums are all that is reduced.
 
-    A row of flags for each kind of reason; then a place for the largest magnitude of
+    A row of flags for each kind of reason; then an element for the largest magnitude of
     each replica, zero in the others.
     """
     import tensorflow as tf  # noqa: PLC0415  # of this backend alone
 
     flags = tf.cast(tf.equal(findings.reasons, [[1], [2], [3]]), tf.float32)
-    parts = [tf.reshape(flags, [-1])]
+    pieces = [tf.reshape(flags, [-1])]
     if findings.amax is not None:
         index = context.replica_id_in_sync_group
         is_own = tf.one_hot(index, context.num_replicas_in_sync, dtype=tf.float32)
-        parts.append(is_own * findings.amax)
-    return tf.concat(parts, axis=0)
+        pieces.append(is_own * findings.amax)
+    return tf.concat(pieces, axis=0)
 
 
-def _decode(sums: Array, own: Findings) -> Findings:
+def _decode(sums: Array, local_findings: Findings) -> Findings:
     """Return the findings of all replicas: NaN before infinity before too large."""
     import tensorflow as tf  # noqa: PLC0415  # of this backend alone
 
-    count = 3 * own.reasons.shape[0]
+    count = 3 * local_findings.reasons.shape[0]
     flags = tf.reshape(sums[:count] > 0.0, [3, -1])
     infinite, nan, large = tf.unstack(flags)
     finite = tf.where(large, 3, 0)
     reasons = tf.where(nan, 2, tf.where(infinite, 1, finite))
-    amax = None if own.amax is None else tf.reduce_max(sums[count:])
+    amax = None if local_findings.amax is None else tf.reduce_max(sums[count:])
     return Findings(reasons, amax)

@@ -397,7 +397,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             converted = cls(inner, name=name, policy=policy)
         if optimizer.built:
             converted.build(optimizer._trainable_variables)  # noqa: SLF001  # a base's
-            checkpoint.copy_variables(optimizer, converted, converted._remembered())
+            checkpoint.copy_variables(optimizer, converted, converted._name_memory())
             converted._reset_invalid_state()  # our own
         return converted
 
@@ -410,7 +410,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not (
             self.built
             and checkpoint.load_from_others(
-                self, self._variables, self._remembered(), store
+                self, self._variables, self._name_memory(), store
             )
         ):
             # Keras checks the count; it warns, and reads nothing, if that is wrong.
@@ -421,7 +421,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _reset_invalid_state(self) -> None:
         checkpoint.reset_invalid_state(self.policy, self._state_variables())
 
-    def _remembered(self) -> dict[str, Any]:
+    def _name_memory(self) -> dict[str, Any]:
         """Return the variables of what the policy remembers, by name."""
         return {variable.name: variable for variable in self._memory}
 
@@ -493,7 +493,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         too_large = ops.logical_not(ops.logical_or(applied, overflow))
         signal = Signal(applied, too_large=too_large)
         if findings.amax is not None:
-            # Of the gradients as they came; unscaling a power of two is exact.
+            # Of the scaled gradients; unscaling a power of two is exact.
             signal = signal._replace(amax=limit(findings.amax * state.scale))
         self.skip_reasons.assign(self._reasons_of_all(reasons, variables))
         new_state = advance(self.policy, state, signal, where=where)

@@ -16,7 +16,7 @@ from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.numpy import functional
 
 
-class _Cell:
+class _StateVariables:
     """A state kept in this object; assigning happens at once."""
 
     def __init__(self, state: ScaleState, dtypes: tuple[str, str, str]) -> None:
@@ -39,17 +39,17 @@ class _Cell:
 class _Binding(classic.EagerBinding):
     """What NumPy provides for the classic classes: everything happens at once."""
 
-    def cell(
+    def create_variables(
         self,
         owner: Any,
         state: ScaleState,
         scale: classic.Variable,
         good: classic.Variable,
         bad: classic.Variable | None,
-    ) -> _Cell:
+    ) -> _StateVariables:
         del owner
         dtypes = scale.dtype, good.dtype, "int32" if bad is None else bad.dtype
-        return _Cell(state, dtypes)
+        return _StateVariables(state, dtypes)
 
     def constant(self, value: float) -> Array:
         return np.float32(value)

@@ -23,6 +23,13 @@ import numpy.typing as npt
 
 from lossscale.core import trees, validation
 from lossscale.core.headroom import largest_square
+from lossscale.core.measurements import (
+    AboveEdge,
+    Measurement,
+    check_measurements,
+    find_edge,
+    list_fields,
+)
 from lossscale.core.policies import Policy, advance
 from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal, list_dtypes
@@ -83,7 +90,7 @@ def scale(loss: Any, state: ScaleState) -> Any:
 
 
 def unscale(
-    grads: Any, state: ScaleState, *, measure: Iterable[str] = ()
+    grads: Any, state: ScaleState, *, measure: Measurement | Iterable[Measurement] = ()
 ) -> tuple[Any, Signal]:
     """Multiply gradients by 1 / scale, and say whether all of them are finite.
 
@@ -97,7 +104,7 @@ def unscale(
         grads: A nested structure of scaled gradients.
         state: The state whose scale was used for the loss.
         measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
-            "zero_fraction" and "subnormal_fraction".
+            "zero_fraction" and "subnormal_fraction", and an `AboveEdge`.
 
     Raises:
         GradientError: If a gradient is not floating-point.
@@ -109,7 +116,7 @@ def unscale(
         >>> grads, bool(signal.finite)
         ({'w': array([2., 1.])}, True)
     """
-    wanted = validation.check_measurements(measure)
+    names = check_measurements(measure)
     with np.errstate(all="ignore"):
         inverse = np.float32(1.0) / np.float32(state.scale)
 
@@ -120,8 +127,8 @@ def unscale(
     unscaled = trees.map_leaves(multiply, grads)
     finite, squarable = all_finite_and_squarable(unscaled)
     signal = Signal(finite=squarable, too_large=finite & ~squarable)
-    if wanted:
-        signal = signal._replace(**_measurements(grads, unscaled, wanted))
+    if names:
+        signal = signal._replace(**_measurements(grads, unscaled, names))
     return unscaled, signal
 
 
@@ -246,16 +253,16 @@ def all_finite(grads: Any) -> np.bool_:
 
 def all_finite_and_squarable(grads: Any) -> tuple[np.bool_, np.bool_]:
     """Return whether all numbers are finite, and whether their squares are too."""
-    tops = [  # NaN is the largest of all to NumPy
+    amaxes = [  # NaN is the largest of all to NumPy
         (np.abs(leaf).max(initial=0.0), largest_square(leaf.dtype.name))
         for _, leaf in trees.leaves(grads)
     ]
-    finite = all(np.isfinite(top) for top, _ in tops)
-    return np.bool_(finite), np.bool_(all(top <= bound for top, bound in tops))
+    finite = all(np.isfinite(amax) for amax, _ in amaxes)
+    return np.bool_(finite), np.bool_(all(amax <= bound for amax, bound in amaxes))
 
 
 def _measurements(
-    grads: Any, unscaled: Any, wanted: frozenset[str]
+    grads: Any, unscaled: Any, names: frozenset[Measurement]
 ) -> dict[str, Array]:
     """Measure what was asked for; sums are kept in float64."""
     scaled = [np.asarray(leaf) for _, leaf in trees.leaves(grads)]
@@ -278,14 +285,27 @@ def _measurements(
         ),
         "subnormal_fraction": lambda: np.float32(sum(map(_subnormal, scaled)) / count),
     }
+    edge = find_edge(names)
+    if edge is not None:
+        measures["above_edge"] = lambda: np.float32(
+            sum(_count_above(leaf, edge) for leaf in scaled) / count
+        )
     with np.errstate(all="ignore"):
-        return {name: measures[name]() for name in sorted(wanted)}
+        return {name: measures[name]() for name in list_fields(names)}
 
 
 def _largest(leaf: npt.NDArray[Any]) -> float:
     """Return the largest finite magnitude in an array."""
     finite = leaf[np.isfinite(leaf)]
     return float(np.abs(finite).max(initial=0.0))
+
+
+def _count_above(leaf: npt.NDArray[Any], edge: AboveEdge) -> int:
+    """Count the values whose magnitude is above an edge."""
+    magnitudes = np.abs(upcast("gradient", "", leaf))
+    limit = np.float32(edge.edge)
+    above = magnitudes >= limit if edge.inclusive else magnitudes > limit
+    return int(np.count_nonzero(above))
 
 
 def _subnormal(leaf: npt.NDArray[Any]) -> int:

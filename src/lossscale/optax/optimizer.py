@@ -236,10 +236,10 @@ def _apply_with_cond(
     def apply() -> tuple[PyTree, PyTree]:
         updates, new_state = compute()
         check_same_structure(new_state, inner_state)
-        kept: tuple[PyTree, PyTree] = keep_finite(
+        selected: tuple[PyTree, PyTree] = keep_finite(
             (updates, new_state), (zeros, inner_state)
         )
-        return kept
+        return selected
 
     def skip() -> tuple[PyTree, PyTree]:
         return zeros, inner_state

@@ -66,7 +66,7 @@ class _StateVariables:
 class _Binding:
     """The methods that the framework-free bodies call."""
 
-    def cell(
+    def create_variables(
         self,
         owner: Any,
         state: ScaleState,
@@ -76,9 +76,9 @@ class _Binding:
     ) -> _StateVariables:
         kinds = [kind for kind in (scale, good, bad) if kind is not None]
         values = [x for x, kind in zip(state, (scale, good, bad), strict=True) if kind]
-        return self.cell_of(owner, values, kinds)
+        return self.create_variables_for(owner, values, kinds)
 
-    def cell_of(
+    def create_variables_for(
         self, owner: Any, values: Iterable[float], kinds: list[classic.Variable]
     ) -> _StateVariables:
         """Create variables of a class, owned (and checkpointed) by `owner`."""

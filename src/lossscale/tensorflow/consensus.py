@@ -106,15 +106,15 @@ def largest_of_all(measure: Callable[..., Array], *lists: Any) -> Array:
         return measure(*lists)
     strategy = tf.distribute.get_strategy()
 
-    def place(*values: Any) -> Array:
-        # A sum is what every strategy can reduce: each replica has a place in it.
+    def measure_in_row(*values: Any) -> Array:
+        # A sum is what every strategy can reduce: each replica has an index in it.
         context = tf.distribute.get_replica_context()
         count = context.num_replicas_in_sync
         index = context.replica_id_in_sync_group
         return tf.one_hot(index, count, dtype=tf.float32) * measure(*values)
 
-    places = strategy.extended.call_for_each_replica(place, args=lists)
-    sums = strategy.reduce(tf.distribute.ReduceOp.SUM, places, axis=None)
+    rows = strategy.extended.call_for_each_replica(measure_in_row, args=lists)
+    sums = strategy.reduce(tf.distribute.ReduceOp.SUM, rows, axis=None)
     return tf.reduce_max(sums)
 
 

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from lossscale.core import trees, validation
 from lossscale.core.headroom import largest_square
+from lossscale.core.measurements import Measurement, check_measurements
 from lossscale.core.policies import Policy, advance
 from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal, list_dtypes
@@ -75,7 +76,7 @@ def scale(loss: Any, state: ScaleState) -> Any:
 
 @skip_autograph
 def unscale(
-    grads: Any, state: ScaleState, *, measure: Iterable[str] = ()
+    grads: Any, state: ScaleState, *, measure: Measurement | Iterable[Measurement] = ()
 ) -> tuple[Any, Signal]:
     """Multiply gradients by 1 / scale, and say whether all of them are finite.
 
@@ -89,7 +90,7 @@ def unscale(
         grads: A nested structure of scaled gradients.
         state: The state whose scale was used for the loss.
         measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
-            "zero_fraction" and "subnormal_fraction".
+            "zero_fraction" and "subnormal_fraction", and an `AboveEdge`.
 
     Raises:
         GradientError: If a gradient is not floating-point.
@@ -101,7 +102,7 @@ def unscale(
         >>> grads["w"].numpy().tolist(), bool(signal.finite)
         ([2.0, 1.0], True)
     """
-    names = validation.check_measurements(measure)
+    names = check_measurements(measure)
     scaled = trees.map_leaves(partial(gradient.validate_leaf, "gradient"), grads)
     inverse = invert(state.scale)
     unscaled = trees.map_leaves(
@@ -145,6 +146,8 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         flags = flags._replace(too_large=_to_flags(flags.too_large))
     if flags.amax is not None:
         flags = flags._replace(amax=saturate(flags.amax))
+    if flags.above_edge is not None:
+        flags = flags._replace(above_edge=saturate(flags.above_edge))
     after = advance(policy, before, flags, where=_where)
     pairs = zip(after, before, strict=True)
     return type(before)(*(tf.cast(new, old.dtype) for new, old in pairs))
@@ -152,9 +155,9 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
 
 def saturate(amax: Any) -> tf.Tensor:
     """Return a magnitude in float32; one beyond it as its largest number."""
-    wide = tf.convert_to_tensor(amax)
-    largest = tf.constant(validation.FLOAT32_MAX, wide.dtype)
-    return tf.cast(tf.minimum(wide, largest), tf.float32)
+    amax_tensor = tf.convert_to_tensor(amax)
+    largest = tf.constant(validation.FLOAT32_MAX, amax_tensor.dtype)
+    return tf.cast(tf.minimum(amax_tensor, largest), tf.float32)
 
 
 @skip_autograph
@@ -178,9 +181,9 @@ def select(finite: Any, new: Any, old: Any) -> Any:
     """
     applied = to_flag(finite)
     trees.check_same_structure(new, old)
-    others = dict(trees.leaves(old))
+    old_leaves = dict(trees.leaves(old))
     return trees.map_leaves(
-        lambda path, leaf: _choose(path, applied, leaf, others[path]), new
+        lambda path, leaf: _choose(path, applied, leaf, old_leaves[path]), new
     )
 
 

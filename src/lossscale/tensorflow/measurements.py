@@ -6,6 +6,12 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale.core import trees
+from lossscale.core.measurements import (
+    AboveEdge,
+    Measurement,
+    find_edge,
+    list_fields,
+)
 from lossscale.core.state import Array
 from lossscale.tensorflow.gradient import values_of
 
@@ -18,7 +24,9 @@ _BITS = {
 }
 
 
-def measure(grads: Any, unscaled: Any, names: frozenset[str]) -> dict[str, Array]:
+def measure(
+    grads: Any, unscaled: Any, names: frozenset[Measurement]
+) -> dict[str, Array]:
     """Measure what was asked for; sums are kept in float64."""
     scaled = [values_of(leaf) for _, leaf in trees.leaves(grads)]
     divided = [values_of(leaf) for _, leaf in trees.leaves(unscaled)]
@@ -39,7 +47,12 @@ def measure(grads: Any, unscaled: Any, names: frozenset[str]) -> dict[str, Array
         "zero_fraction": lambda: _fraction([_magnitude(x) < 1 for x in scaled], size),
         "subnormal_fraction": lambda: _fraction([_subnormal(x) for x in scaled], size),
     }
-    return {name: measures[name]() for name in sorted(names)}
+    edge = find_edge(names)
+    if edge is not None:
+        measures["above_edge"] = lambda: _fraction(
+            [_above(x, edge) for x in scaled], size
+        )
+    return {name: measures[name]() for name in list_fields(names)}
 
 
 def _total(numbers: list[Array]) -> Array:
@@ -71,6 +84,12 @@ def _magnitude(x: Array) -> Array:
     """
     kind, _ = _BITS[x.dtype]
     return tf.bitwise.bitwise_and(tf.bitcast(x, kind), tf.constant(kind.max, kind))
+
+
+def _above(x: Array, edge: AboveEdge) -> Array:
+    """Return which values have a magnitude above an edge."""
+    magnitudes = tf.abs(x if x.dtype == tf.float64 else tf.cast(x, tf.float32))
+    return magnitudes >= edge.edge if edge.inclusive else magnitudes > edge.edge
 
 
 def _subnormal(x: Array) -> Array:

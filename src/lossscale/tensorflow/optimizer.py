@@ -398,8 +398,8 @@ def _make_scale(config: Any, custom_objects: Mapping[str, Any]) -> Any:
         return config
     name = config["class_name"]
     classes = (FixedLossScale, DynamicLossScale, PolicyLossScale)
-    known = {kind.__name__: kind for kind in classes}
-    cls = custom_objects.get(name, known.get(name))
+    by_name = {kind.__name__: kind for kind in classes}
+    cls = custom_objects.get(name, by_name.get(name))
     if cls is None:
         message = (
             f"The config has a loss scale of the class {name}, which is not known. "

@@ -56,7 +56,7 @@ class PolicyLossScale(LossScale):
             classic.Variable(name, dtype)
             for name, dtype in zip(first._fields, list_dtypes(first), strict=True)
         ]
-        self._cell = BINDING.cell_of(self, first, kinds)
+        self._state_variables = BINDING.create_variables_for(self, first, kinds)
 
     @property
     def policy(self) -> Policy:
@@ -66,11 +66,11 @@ class PolicyLossScale(LossScale):
     @property
     def state(self) -> Any:
         """The state, as tensors."""
-        return self._kind(*self._cell.read_all())
+        return self._kind(*self._state_variables.read_all())
 
     def __call__(self) -> Array:
         """Return the current loss scale as a scalar float32 tensor."""
-        return self._cell.read_all()[0]
+        return self._state_variables.read_all()[0]
 
     def update(self, grads: Any) -> tuple[Any, Array]:
         """Update the loss scale from a nested structure of unscaled gradients."""
@@ -82,7 +82,7 @@ class PolicyLossScale(LossScale):
             largest = consensus.largest_of_all(_largest_finite, grads)
             signal = signal._replace(amax=functional.saturate(largest * state.scale))
         moved = functional.update(self._policy, state, signal)
-        return self._cell.assign(moved), finite
+        return self._state_variables.assign(moved), finite
 
     def get_config(self) -> dict[str, Any]:
         """Return `{"policy": ...}`, the policy in the portable form.

@@ -55,7 +55,7 @@ class OptimizerWrapper(classic.LossScaleOptimizer):
         around a tape of one's own, as in tf.keras.
         """
         self._note_calls("_loss_has_been_scaled")
-        return self._scaled(loss, self._current())
+        return self._scale_loss(loss, self._current())
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         """Return gradients of a scaled loss divided by the scale, in float32."""
@@ -88,13 +88,13 @@ class OptimizerWrapper(classic.LossScaleOptimizer):
         scale = self._current()
         if tape is None and not wrapped_optimizer.is_keras(self._optimizer):
             pairs = self._optimizer.compute_gradients(
-                self._scaled(loss, scale), var_list, *arguments, **keywords
+                self._scale_loss(loss, scale), var_list, *arguments, **keywords
             )
         else:
             _check_tape_arguments(loss, tape, arguments, keywords)
             compute_loss = loss if callable(loss) else lambda: loss
             pairs = wrapped_optimizer.compute_gradients_by_tape(
-                self._scaled(compute_loss, scale), var_list, tape, **keywords
+                self._scale_loss(compute_loss, scale), var_list, tape, **keywords
             )
         gradients, variables = _split(pairs)
         unscaled = self._binding.unscale(gradients, scale)
@@ -193,12 +193,12 @@ class OptimizerWrapper(classic.LossScaleOptimizer):
             pairs, **{key: value for key, value in options.items() if value is not None}
         )
 
-    def _find_scale(self, given: Any) -> Any:
+    def _find_scale(self, loss_scale: Any) -> Any:
         """Return the scale that was given, or that a policy means."""
-        is_instance = not isinstance(given, (type, classic.LossScale))
-        if is_instance and isinstance(given, Policy):
-            return PolicyLossScale(given)
-        return super()._find_scale(given)
+        is_instance = not isinstance(loss_scale, (type, classic.LossScale))
+        if is_instance and isinstance(loss_scale, Policy):
+            return PolicyLossScale(loss_scale)
+        return super()._find_scale(loss_scale)
 
     def _check_optimizer(self, opt: Any) -> None:
         wrapped_optimizer.check_optimizer(opt)

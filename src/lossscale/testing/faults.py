@@ -70,13 +70,13 @@ class Fault(NamedTuple):
             )
             raise SettingError(message)
 
-    def check_reached(self, name: str, taken: int) -> None:
+    def check_reached(self, name: str, count: int) -> None:
         """Raise if a test ended before the last fault was written."""
-        missing = [step for step in self.steps if step > taken]
+        missing = [step for step in self.steps if step > count]
         if missing:
             message = (
                 f"The fault in {name} was to be written at steps {missing}, and there "
-                f"were {taken}. Take more steps inside the context, or leave these out."
+                f"were {count}. Take more steps inside the context, or leave these out."
             )
             raise ContextError(message)
 
@@ -124,15 +124,15 @@ def _check_value(value: Any) -> FaultValue:
 
 
 def _check_steps(steps: Any) -> tuple[int, ...]:
-    listed = [steps] if isinstance(steps, Integral) else steps
+    values = [steps] if isinstance(steps, Integral) else steps
     expected = "a step or several, such as 3 or [3, 5]; the first step is 1"
-    if isinstance(listed, (str, bytes)) or not isinstance(listed, Iterable):
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         message = (
             f"steps must be {expected}; got {format_value(steps)} "
             f"({type(steps).__name__})."
         )
         raise SettingTypeError(message)
-    result = list(listed)
+    result = list(values)
     for step in result:
         if isinstance(step, bool) or not isinstance(step, Integral):
             message = (

@@ -73,8 +73,8 @@ def inject(
 def _write(
     leaf: jax.Array, hit: jax.Array, number: float, element: int | None
 ) -> jax.Array:
-    place = True if element is None else jnp.arange(leaf.size) == element
-    mask = jnp.broadcast_to(place, (leaf.size,)).reshape(leaf.shape)
+    selected = True if element is None else jnp.arange(leaf.size) == element
+    mask = jnp.broadcast_to(selected, (leaf.size,)).reshape(leaf.shape)
     return jnp.where(mask & hit, jnp.asarray(number, leaf.dtype), leaf)
 
 

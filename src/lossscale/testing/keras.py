@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`inject` for Keras 3: a fault in the gradient of a variable, at given steps of `fit`.
+"""`inject` for Keras 3: a fault in a gradient or a layer's output, at steps of `fit`.
 
 The gradients are written where the training loop gives them to the optimizer: by
 `apply`, or by `stateless_apply` on JAX. The step is counted from the optimizer's own
@@ -9,16 +9,41 @@ variables, so that it is known inside graphs and `jit`.
 import math
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import keras
 from keras import ops
 
 from lossscale.core.state import Array
-from lossscale.core.validation import format_value
+from lossscale.core.validation import check_choice, format_value
 from lossscale.errors import ContextError, SettingTypeError
-from lossscale.keras.backend import dtype_name, map_values, where
+from lossscale.keras import backend
 from lossscale.testing.faults import Fault, FaultValue, check_name
+from lossscale.testing.keras_outputs import OutputInjection, find_layer
+
+
+@overload
+def inject(
+    model: Any,
+    name: str,
+    value: FaultValue,
+    *,
+    steps: int | Iterable[int],
+    where: Literal["gradient"] = "gradient",
+    element: int | None = 0,
+) -> "Injection": ...
+
+
+@overload
+def inject(
+    model: Any,
+    name: str,
+    value: FaultValue,
+    *,
+    steps: int | Iterable[int],
+    where: Literal["output"],
+    element: int | None = 0,
+) -> OutputInjection: ...
 
 
 def inject(
@@ -27,25 +52,31 @@ def inject(
     value: FaultValue,
     *,
     steps: int | Iterable[int],
+    where: str = "gradient",
     element: int | None = 0,
-) -> "Injection":
-    """Return a context in which the gradient of a variable gets a fault at given steps.
+) -> "Injection | OutputInjection":
+    """Return a context in which a named tensor gets a fault at given steps.
 
     Works in `fit` and `train_on_batch` on every backend, eagerly, in graphs and in
-    `jit`. A step is one that the optimizer was called for, applied or skipped, counted
-    from 1 in the context. The gradient is written as the optimizer receives it: scaled
-    on TensorFlow, JAX and torch alike.
+    `jit`. A step is counted from 1 in the context: one that the optimizer was called
+    for, applied or skipped, or with `where="output"` a forward pass of the layer in
+    training.
 
     Args:
         model: A model that is built, and compiled with an optimizer.
-        name: Which variable, by its path: "sequential/dense/kernel".
+        name: Which variable, by its path, such as "sequential/dense/kernel", or with
+            `where="output"` which layer, by its name, such as "dense"; of a layer
+            inside another both, as "block/dense".
         value: "inf", "-inf", "nan", "huge" (the largest finite number of the dtype) or
             a number.
         steps: The steps at which the fault is written, from 1.
-        element: Which number of the gradient, counted row by row; `None` for all.
+        where: "gradient" writes into the gradient as the optimizer receives it: scaled
+            on TensorFlow, JAX and torch alike. "output" writes into what the layer
+            returns, in training; the gradient passes as if nothing had been written.
+        element: Which number of the tensor, counted row by row; `None` for all.
 
     Raises:
-        SettingError: If there is no such variable, element, step or fault.
+        SettingError: If there is no such variable, layer, element, step or fault.
         SettingTypeError: If it is not a model, or the variable not floating-point.
         ContextError: If the model is not built and compiled, or the optimizer does not
             count skipped steps; at the end of the context, if there were too few steps.
@@ -63,6 +94,7 @@ def inject(
         1
     """
     fault = Fault.check(value, steps, element)
+    check_choice("where", where, ("gradient", "output"))
     if not isinstance(model, keras.Model):
         message = (
             f"The model must be a keras.Model, got {format_value(model)} "
@@ -75,6 +107,8 @@ def inject(
             "optimizer yet. Call model.build(...) and model.compile(optimizer, loss)."
         )
         raise ContextError(message)
+    if where == "output":
+        return OutputInjection(model, find_layer(model, name), fault)
     variables = {variable.path: variable for variable in model.trainable_variables}
     variable = variables[check_name(name, list(variables), "trainable variables")]
     fault.number(name, keras.backend.standardize_dtype(variable.dtype))
@@ -123,8 +157,10 @@ class Injection:
 
     def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         optimizer = self._model.optimizer
-        known = optimizer._trainable_variables  # noqa: SLF001  # as Keras's own apply
-        variables = list(known if trainable_variables is None else trainable_variables)
+        own_variables = optimizer._trainable_variables  # noqa: SLF001  # as Keras's own apply
+        variables = list(
+            own_variables if trainable_variables is None else trainable_variables
+        )
         written = self._write(grads, variables, optimizer.variables)
         return type(optimizer).apply(optimizer, written, trainable_variables)
 
@@ -135,8 +171,8 @@ class Injection:
         trainable_variables: Sequence[Any],
     ) -> Any:
         optimizer = self._model.optimizer
-        known = optimizer._trainable_variables  # noqa: SLF001  # as Keras's own apply
-        written = self._write(grads, known, optimizer_variables)
+        own_variables = optimizer._trainable_variables  # noqa: SLF001  # as Keras's own apply
+        written = self._write(grads, own_variables, optimizer_variables)
         return type(optimizer).stateless_apply(
             optimizer, optimizer_variables, written, trainable_variables
         )
@@ -156,19 +192,21 @@ class Injection:
         written = list(grads)
         for index, variable in enumerate(variables):
             if variable is self._variable and written[index] is not None:
-                written[index] = map_values(
+                written[index] = backend.map_values(
                     lambda grad: self._write_into(grad, hit), written[index]
                 )
         return written
 
     def _write_into(self, grad: Array, hit: Array) -> Array:
         fault, size = self._fault, ops.size(grad)
-        number = fault.number(self._variable.path, dtype_name(grad))
+        number = fault.number(self._variable.path, backend.dtype_name(grad))
         mask = ops.broadcast_to(hit, ops.shape(grad))
         if fault.element is not None:
             chosen = ops.equal(ops.arange(size), fault.element)
             mask = ops.logical_and(mask, ops.reshape(chosen, ops.shape(grad)))
-        return where(mask, ops.convert_to_tensor(number, dtype_name(grad)), grad)
+        return backend.where(
+            mask, ops.convert_to_tensor(number, backend.dtype_name(grad)), grad
+        )
 
 
 def _find_counters(optimizer: Any) -> list[int]:

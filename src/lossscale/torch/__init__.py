@@ -8,7 +8,7 @@ inspection/             one read of an optimizer's gradients
 distributed/            one decision for all ranks
 optim/                  AdamW, Adam and SGD with float32 masters
 explain/                why a batch was not finite
-half_precision.py       to_float16, to_float32
+half_precision/         to_float16, to_float32
 functional.py           init, scale, unscale, update, select
 gradient.py             one gradient: dense or sparse, real or complex
 measurements.py         what `unscale` measures when it is asked to

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from lossscale.core import trees, validation
+from lossscale.core.measurements import Measurement, check_measurements
 from lossscale.core.policies import Policy, advance
 from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal, list_dtypes
@@ -70,7 +71,7 @@ _DTYPES = {"float32": torch.float32, "int32": torch.int32}
 def scale(loss: Any, state: ScaleState) -> Any:
     """Return the loss times the scale, in float32 (float64 stays float64).
 
-    A float16 loss is widened first: 65504 is float16's largest number. A Python number
+    A float16 loss is upcast first: 65504 is float16's largest number. A Python number
     will do for a loss.
 
     Raises:
@@ -96,7 +97,7 @@ def scale(loss: Any, state: ScaleState) -> Any:
 
 
 def unscale(
-    grads: Any, state: ScaleState, *, measure: Iterable[str] = ()
+    grads: Any, state: ScaleState, *, measure: Measurement | Iterable[Measurement] = ()
 ) -> tuple[Any, Signal]:
     """Multiply gradients by 1 / scale, and say whether all of them are finite.
 
@@ -111,7 +112,7 @@ def unscale(
         grads: A nested structure of scaled gradients.
         state: The state whose scale was used for the loss.
         measure: Further fields of the `Signal` to fill, any of "nan", "amax", "norm",
-            "zero_fraction" and "subnormal_fraction".
+            "zero_fraction" and "subnormal_fraction", and an `AboveEdge`.
 
     Raises:
         GradientError: If a gradient is not floating-point.
@@ -123,7 +124,7 @@ def unscale(
         >>> grads, bool(signal.finite)
         ({'w': tensor([2., 1.])}, True)
     """
-    names = validation.check_measurements(measure)
+    names = check_measurements(measure)
     divisor = _tensor(state.scale)
     unscaled = divide(grads, divisor)
     finite, squarable = _all_finite_and_squarable(unscaled, divisor.device)
@@ -167,6 +168,8 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         flags = flags._replace(too_large=too_large)
     if flags.amax is not None:
         flags = flags._replace(amax=_to_float32(flags.amax, device))
+    if flags.above_edge is not None:
+        flags = flags._replace(above_edge=_to_float32(flags.above_edge, device))
     after = advance(policy, before, flags, where=torch.where)
     pairs = zip(after, before, strict=True)
     return type(before)(*(new.to(old.dtype) for new, old in pairs))
@@ -174,8 +177,8 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
 
 def _to_float32(amax: Any, device: torch.device) -> torch.Tensor:
     """Return a magnitude in float32; one beyond it as its largest number."""
-    wide = _tensor(amax, device)
-    return gradient.move(wide, device).clamp(max=validation.FLOAT32_MAX).float()
+    amax_tensor = _tensor(amax, device)
+    return gradient.move(amax_tensor, device).clamp(max=validation.FLOAT32_MAX).float()
 
 
 def select(finite: Any, new: Any, old: Any) -> Any:
@@ -207,8 +210,10 @@ def select(finite: Any, new: Any, old: Any) -> Any:
         return new if applied else old
     chosen = flag(finite)
     trees.check_same_structure(new, old)
-    others = dict(trees.leaves(old))
-    return map_leaves(lambda path, leaf: _choose(path, chosen, leaf, others[path]), new)
+    old_leaves = dict(trees.leaves(old))
+    return map_leaves(
+        lambda path, leaf: _choose(path, chosen, leaf, old_leaves[path]), new
+    )
 
 
 def divide(grads: Any, loss_scale: Any) -> Any:
@@ -220,8 +225,8 @@ def divide(grads: Any, loss_scale: Any) -> Any:
     inverse = torch.where(inverse == 0, torch.nan, inverse)
 
     def multiply(path: str, leaf: Any) -> torch.Tensor:
-        wide = gradient.upcast(gradient.check(path, leaf))
-        return gradient.multiply(gradient.coalesce(wide), inverse)
+        upcast_grad = gradient.upcast(gradient.check(path, leaf))
+        return gradient.multiply(gradient.coalesce(upcast_grad), inverse)
 
     return map_leaves(multiply, grads)
 
@@ -249,8 +254,8 @@ def all_true(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return whether all flags are set; without any that is True, on `device`."""
     if not flags:
         return torch.ones((), dtype=torch.bool, device=device)
-    place = gradient.common_device(flags, device)
-    return torch.stack([gradient.move(flag, place) for flag in flags]).all()
+    common_device = gradient.common_device(flags, device)
+    return torch.stack([gradient.move(flag, common_device) for flag in flags]).all()
 
 
 def flag(finite: Any) -> torch.Tensor:
@@ -303,12 +308,12 @@ def _choose(path: str, chosen: torch.Tensor, new: Any, old: Any) -> Array:
     """Return one of two leaves; the other's NaN does not matter."""
     if new is old:
         return new
-    place = path or "the top"
+    location = path or "the top"
     if not isinstance(new, torch.Tensor) or not isinstance(old, torch.Tensor):
         if type(new) is type(old) and isinstance(new, _PLAIN) and new == old:
             return new
         message = (
-            f"The two leaves at {place} are {format_value(new)} and "
+            f"The two leaves at {location} are {format_value(new)} and "
             f"{format_value(old)}. A tensor "
             "can only choose between tensors: make tensors of them, or pass "
             "bool(finite), which waits for the device."
@@ -316,7 +321,7 @@ def _choose(path: str, chosen: torch.Tensor, new: Any, old: Any) -> Array:
         raise StructureError(message)
     alike = (new.dtype, new.layout, new.device) == (old.dtype, old.layout, old.device)
     if not alike or new.shape != old.shape:
-        message = f"The two leaves at {place} differ: {_kind(new)} and {_kind(old)}."
+        message = f"The two leaves at {location} differ: {_kind(new)} and {_kind(old)}."
         raise StructureError(message)
     if new.layout is not torch.strided:
         return new if bool(chosen) else old

@@ -13,23 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.amp.grad_scaler import OptState
 
-from lossscale.core import validation
 from lossscale.core.explanation import Explanation
 from lossscale.core.policies import Fixed, Policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import ScaleState
-from lossscale.errors import ContextError, LossScaleError, SettingError
+from lossscale.errors import LossScaleError, SettingError
 from lossscale.torch.attributes import computed
 from lossscale.torch.calls import warn_caller
 from lossscale.torch.devices import uncompiled
 from lossscale.torch.distributed.rank_groups import GroupsOrMeshes, parse_rank_groups
 from lossscale.torch.inspection.buffer_pools import PinnedPool
-from lossscale.torch.inspection.groups import FoundInf, any_flag, invert
+from lossscale.torch.inspection.groups import FoundInf, invert
 from lossscale.torch.inspection.inspector import has_grads
 from lossscale.torch.inspection.request import InspectionRequest
 from lossscale.torch.inspection.statistics import StatisticsSampler
@@ -43,21 +41,21 @@ from lossscale.torch.scaler import (
     options,
     outcome,
 )
-from lossscale.torch.scaler.description import describe_run, find_describe
+from lossscale.torch.scaler.description import Describe, describe_run, find_describe
 from lossscale.torch.scaler.gradient_checker import GradientChecker, LiveState
-from lossscale.torch.scaler.history import OnStep, StepHistory
+from lossscale.torch.scaler.history import OnStep, make_history
 from lossscale.torch.scaler.iteration import FAILED, Iteration, OptimizerStep
-from lossscale.torch.scaler.options import Names, ScalerOptions
+from lossscale.torch.scaler.options import Names
 from lossscale.torch.scaler.report import OptimizerOutcome, StepReport
 from lossscale.torch.scaler.scale_update import (
     ScaleUpdate,
     torch_factors,
     torch_policy,
 )
+from lossscale.torch.scaler.schedulers import SteppedSchedulers
 from lossscale.torch.scaler.state import ScalerState, StateDict, parse_state_dict
 from lossscale.torch.scaler.wrapped_optimizers import (
     choose_stepped,
-    treats_call_as_applied,
     unwrap,
 )
 from lossscale.torch.torch_internals import new_optimizer_state
@@ -161,28 +159,22 @@ class GradScaler(torch.amp.GradScaler):
         """
         first_scale = options.parse_init_scale(init_scale)
         numbers = (first_scale, growth_factor, backoff_factor, growth_interval)
-        rank_groups = parse_rank_groups(process_groups, meshes, shard_groups)
-        given = options.check_policy(policy, numbers, is_auto=init_scale == "auto")
-        validation.check_choice("on_no_gradients", on_no_gradients, ("raise", "ignore"))
-        options.check_on_collapse(on_collapse, module)
-        options.check_callback(on_step)
-        if max_consecutive_skips is not None:
-            validation.check_count("max_consecutive_skips", max_consecutive_skips)
-        self._options = ScalerOptions(
+        given = options.parse_policy(policy, numbers, is_auto=init_scale == "auto")
+        self._options = options.parse_options(
             policy=given,
-            names=options.parse_names(names, module),
-            ignores_no_gradients=on_no_gradients == "ignore",
-            allow_fp16=validation.check_bool("allow_fp16", allow_fp16),
-            measure_norm=validation.check_bool("measure_norm", measure_norm),
-            measure_amax=validation.check_bool("measure_amax", measure_amax),
-            rank_groups=rank_groups,
-            model=None if module is None else ref(module),
+            names=names,
+            module=module,
+            on_no_gradients=on_no_gradients,
+            allow_fp16=allow_fp16,
+            measure_norm=measure_norm,
+            measure_amax=measure_amax,
+            rank_groups=parse_rank_groups(process_groups, meshes, shard_groups),
         )
-        self._history = StepHistory(
+        self._history = make_history(
             on_step,
             max_consecutive_skips,
-            raises_on_collapse=on_collapse == "raise",
-            on_alarm=options.make_alarm(on_collapse, self, self._options.model),
+            on_collapse,
+            options.make_watch(on_collapse, self, module),
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -212,13 +204,12 @@ class GradScaler(torch.amp.GradScaler):
         """Create what is never pickled."""
         self._current: Iteration | None = None
         self._describe = find_describe(self._history.on_step)
-        """Takes what the run is made of at the first step; `None` after that."""
+        """Describes the run to `on_step` at the first step; `None` after that."""
         self._sampler = StatisticsSampler(self._history.on_step)
         self._checker = GradientChecker(
             self._options, super()._unscale_grads_, self._sampler
         )
-        self._schedulers: WeakKeyDictionary[object, int] = WeakKeyDictionary()
-        """The last report that each scheduler was stepped for."""
+        self._schedulers = SteppedSchedulers()
         self._pool = PinnedPool()
         self._clip_arguments: tuple[object, ...] = ()
         self._clip_options = clipping.ClipOptions(())
@@ -329,21 +320,9 @@ class GradScaler(torch.amp.GradScaler):
             scheduler.step(*arguments)
             return
         if not self._reports and self._is_overridden("update"):
-            message = (
-                f"{type(self).__name__} overrides update() and never calls "
-                "GradScaler's, so its steps are not known. Call super().update() in "
-                "it, or scheduler.step()."
-            )
-            raise ContextError(message)
-        optimizer = getattr(scheduler, "optimizer", None)
-        if optimizer is None:  # Accelerate's prepared scheduler has several
-            optimizer = scheduler.optimizers[0]
+            options.refuse_unknown_steps(self)
         self._history.deliver_ready(wait=wait)
-        seen = self._schedulers.get(scheduler, self._reports - 1)
-        count, last = self._history.count_applied_since(seen, unwrap(optimizer))
-        self._schedulers[scheduler] = last
-        for _ in range(count):
-            scheduler.step(*arguments)
+        self._schedulers.step(scheduler, arguments, self._history, self._reports)
 
     def flush(self) -> None:
         """Wait for the device and deliver every report, to `on_step` first.
@@ -442,6 +421,7 @@ class GradScaler(torch.amp.GradScaler):
             >>> x.grad / scaler.get_scale()
             tensor(30.)
         """
+        self._history.has_penalties = True
         grads = torch.autograd.grad(
             super().scale(outputs),
             inputs,
@@ -501,6 +481,8 @@ class GradScaler(torch.amp.GradScaler):
 
         known = self._options.model
         model = known() if module is None and known is not None else module
+        if model is None and known is not None:
+            raise SettingError(options.MODEL_IS_GONE)
         scale = self.get_scale() if self._enabled else 1.0
         return explain(step_function, model, self, scale, self._options.rank_groups)
 
@@ -511,7 +493,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale the gradients of an optimizer, in place; waits for nothing.
 
         After `clip_grad_norm_` it writes the unscaled, clipped gradients back, if they
-        are not there yet: a fused optimizer's are left as they came until then.
+        are not there yet: a fused optimizer's stay scaled until then.
         """
         if not self._enabled:
             return
@@ -521,13 +503,13 @@ class GradScaler(torch.amp.GradScaler):
             self._check_scale_growth_tracker("unscale_")
         step = self._iteration.begin(optimizer)
         if step.clipped and step.stage is OptState.UNSCALED:
-            self._write_back(step)
+            step.write_back()
             return
         step.require_ready()
         self._unscale(step)
 
     def _unscale(self, step: OptimizerStep, *, stepping: bool = False) -> None:
-        """Unscale gradients that are as they came; `stepping` says that `step` does."""
+        """Unscale gradients that are still scaled; `stepping` if `step` does so."""
         accumulator = step.accumulator
         if accumulator is not None:
             accumulator.require_complete()
@@ -554,15 +536,6 @@ class GradScaler(torch.amp.GradScaler):
             )
         step.mark_unscaled(found_inf, live.iteration.losses, stepping=stepping)
 
-    def _write_back(self, step: OptimizerStep) -> None:
-        """Write unscaled, clipped gradients where they are still scaled."""
-        if step.inspection is None:
-            return
-        step.is_unscaling = True
-        step.inspection.rescale_()
-        step.inspection = step.grad_scale = None
-        step.is_unscaling = False
-
     @uncompiled
     def clip_grad_norm_(
         self,
@@ -577,9 +550,9 @@ class GradScaler(torch.amp.GradScaler):
 
         One read gives the norm, the finite check and the factor. Nothing waits. What
         `.grad` holds afterwards depends on the optimizer: a plain one's gradients are
-        unscaled and clipped. A fused one divides by itself, so its gradients are left
-        as they came, still scaled; pass `write_back=True`, or call `unscale_`
-        afterwards, to have them unscaled and clipped as well.
+        unscaled and clipped. A fused one divides by itself, so its gradients stay
+        scaled; pass `write_back=True`, or call `unscale_` afterwards, to have them
+        unscaled and clipped as well.
 
         Args:
             optimizer: Whose gradients to clip; once a step, after all backward passes.
@@ -715,7 +688,12 @@ class GradScaler(torch.amp.GradScaler):
         if args or kwargs:
             closure, arguments = closures.take_closure(optimizer, arguments)
         if closure is not None:
-            return self._step_with_closure(optimizer, closure, arguments)
+            step = self._begin_step(optimizer)
+            check = partial(self._unscale_for_closure, step)
+            with self._measure_update(step.optimizer):
+                return closures.step_with_closure(
+                    step, optimizer, closure, arguments, check
+                )
         if self._scale is None:
             self._check_scale_growth_tracker("step")
         step = self._begin_step(optimizer)
@@ -761,21 +739,8 @@ class GradScaler(torch.amp.GradScaler):
             step.refuse_stepped()
         is_old = stage is not OptState.READY and step.losses != iteration.losses
         if is_old and step.has_stale_check():
-            self._check_again(step)
+            self._checker.check_again(step, self._live())
         return step
-
-    def _check_again(self, step: OptimizerStep) -> None:
-        """Check unscaled gradients that were written to after a new loss was scaled."""
-        live = self._live()
-        known = step.found_inf
-        one = torch.ones((), dtype=torch.float32, device=live.tensor.device)
-        found_inf, _ = self._checker.check(
-            step.optimizer, step, _CHECK, live, allow_fp16=True, inverse=one
-        )
-        for device, flag in known.items():
-            if device in found_inf:
-                own = found_inf[device].reshape(flag.shape)
-                torch.maximum(flag, own, out=flag)
 
     def _step(
         self,
@@ -811,7 +776,11 @@ class GradScaler(torch.amp.GradScaler):
         args, kwargs = arguments
         try:
             if is_fused:
-                result = self._step_fused(step, stepped, arguments)
+                is_exact = step.has_own_flags and not self._is_overridden(*_CHECK_HOOKS)
+                with self._measure_update(optimizer):
+                    result = fused_optimizers.step_fused(
+                        step, stepped, arguments, self._tensors()[0], is_exact=is_exact
+                    )
             else:
                 result = self._maybe_opt_step(stepped, step.state, *args, **kwargs)
         except Exception:
@@ -821,7 +790,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _prepare(self, step: OptimizerStep) -> None:
-        """Check gradients as they came; unscale them if the optimizer cannot."""
+        """Check scaled gradients; unscale them if the optimizer cannot."""
         is_fused = getattr(step.optimizer, "_step_supports_amp_scaling", False)
         if is_fused and step.accumulator is None:
             if self._is_overridden("_check_inf_per_device", "_unscale_grads_"):
@@ -833,33 +802,6 @@ class GradScaler(torch.amp.GradScaler):
         else:
             self._unscale(step, stepping=True)
 
-    def _step_fused(
-        self,
-        step: OptimizerStep,
-        stepped: torch.optim.Optimizer,
-        arguments: fused_optimizers.StepArguments,
-    ) -> Any:
-        """Step an optimizer that unscales and skips by itself; nothing waits."""
-        optimizer = step.optimizer
-        device = self._tensors()[0].device
-        flags = list(step.found_inf.values())
-        is_exact = len(flags) == 1 and step.has_own_flags and flags[0].device == device
-        if is_exact and not self._is_overridden(*_CHECK_HOOKS):
-            found_inf = flags[0]
-        else:
-            found_inf = any_flag(flags, device)
-        grad_scale = step.grad_scale
-        if grad_scale is None and step.stage is OptState.READY:
-            grad_scale = self._scale
-        if not fused_optimizers.prepare_momentum(optimizer, found_inf):
-            return None
-        if treats_call_as_applied(optimizer) and bool(found_inf):
-            return None
-        with self._measure_update(optimizer):
-            return fused_optimizers.step_with_grad_scale(
-                optimizer, stepped, arguments, grad_scale, found_inf
-            )
-
     def _measure_update(
         self, optimizer: torch.optim.Optimizer
     ) -> AbstractContextManager[None]:
@@ -868,47 +810,12 @@ class GradScaler(torch.amp.GradScaler):
             return _NO_CONTEXT
         return self._checker.measure_update(optimizer, self._iteration)
 
-    def _step_with_closure(
-        self,
-        given: torch.optim.Optimizer,
-        closure: closures.Closure,
-        arguments: fused_optimizers.StepArguments,
-    ) -> Any:
-        """Step an optimizer that calls for its loss.
-
-        Gradients that are there before the call are not the scaler's: they are left
-        alone, unless `unscale_` was called for them (SAM takes its first step from
-        them). If it was, and they are not finite, the closure is not called at all.
-        """
-        step = self._begin_step(given)
-        if step.accumulator is not None:
-            message = (
-                "accumulate() and a closure do not go together: the closure brings its "
-                "own gradients. Add the micro-batches up inside the closure."
-            )
-            raise ContextError(message)
-        optimizer = step.optimizer
-        stepped = given if given is optimizer else choose_stepped(optimizer, given)
-        result = None
-        if not any(flag.item() for flag in step.found_inf.values()):
-            with self._measure_update(optimizer):
-                result = closures.step_with_closure(
-                    optimizer,
-                    stepped,
-                    closure,
-                    arguments,
-                    rewind=step.rewind,
-                    unscale_and_check=partial(self._unscale_for_closure, step),
-                )
-        step.mark_stepped()
-        return result
-
     def _unscale_for_closure(self, step: OptimizerStep) -> bool:
         """Unscale the gradients of a closure; return whether they are finite."""
         self._check_scale_growth_tracker("step")
         if step.stage is not OptState.READY:
             # The closure has clipped them, and the optimizer does not divide.
-            self._write_back(step)
+            step.write_back()
         elif self._is_overridden("unscale_"):
             self.unscale_(step.optimizer)
         else:
@@ -967,22 +874,17 @@ class GradScaler(torch.amp.GradScaler):
         elif new_scale is not None:
             scale.copy_(new_scale.reshape(()))
         if outcomes is not None:
-            self._deliver(report, applied, scale.device, outcomes)
+            self._history.add(report, applied=applied)
 
-    def _deliver(
+    def _describe_run(
         self,
-        report: StepReport,
-        applied: bool | None,
+        describe: Describe,
         device: torch.device,
         outcomes: list[OptimizerOutcome],
     ) -> None:
-        """Hand on a report; before the first one, describe the run."""
-        describe = self._describe
-        if describe is not None:
-            self._describe = None
-            names = self._options.names
-            describe_run(describe, self._policy(), device, names, outcomes)
-        self._history.add(report, applied=applied)
+        self._describe = None
+        names = self._options.names
+        describe_run(describe, self._policy(), device, names, outcomes)
 
     def attach(self, recorder: object, module: torch.nn.Module | None = None) -> None:
         """Describe the run to a recorder, and measure the tensors that it wants.
@@ -1052,6 +954,8 @@ class GradScaler(torch.amp.GradScaler):
         )
         if applied is None and all(one.summary.is_on_host for one in outcomes):
             applied = report.applied
+        if self._describe is not None:
+            self._describe_run(self._describe, scale.device, outcomes)
         return report, applied
 
     def discard(self) -> None:
@@ -1176,7 +1080,7 @@ class GradScaler(torch.amp.GradScaler):
         return found_inf
 
     def _check(self, step: OptimizerStep) -> FoundInf:
-        """Check gradients that stay as they came; record and return the flags."""
+        """Check gradients that stay scaled; record and return the flags."""
         found_inf, _ = self._checker.check(
             step.optimizer, step, _CHECK, self._live(), allow_fp16=True
         )
@@ -1244,11 +1148,7 @@ class GradScaler(torch.amp.GradScaler):
         """Set one of torch's numbers, unless it is invalid."""
         policy = self._options.policy
         if policy is not None:
-            message = (
-                f"This scaler has a policy of its own, {policy!r}; make a new "
-                f"GradScaler with a policy that has another {name}."
-            )
-            raise SettingError(message)
+            options.refuse_factor(name, policy)
         before = getattr(self, f"_{name}")
         setattr(self, f"_{name}", value)
         try:
@@ -1310,14 +1210,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             ContextError: If the scaler has process groups, which belong to a process.
         """
-        declared = self._options.rank_groups
-        if declared.deciding and not declared.shards_over_world:
-            message = (
-                "A scaler that was made with process_groups=, meshes= or shard_groups= "
-                "cannot be pickled or copied: process groups belong to their process. "
-                "Save scaler.state_dict() and load it into a new one."
-            )
-            raise ContextError(message)
+        self._options.rank_groups.require_none_to_pickle()
         state: StateDict = super().__getstate__()
         if self._enabled:
             policy = self._scale_update.policy

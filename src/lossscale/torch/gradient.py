@@ -4,7 +4,7 @@
 A sparse gradient stays sparse: what is done to it is done to its values. Entries that
 stand more than once are added up first, in float32 or wider, because optimizers add
 them too and the sum may overflow. A complex number counts as its two parts. Anything
-that is not floating-point is a `GradientError` that names the place.
+that is not floating-point is a `GradientError` that names its path.
 """
 
 import math
@@ -94,8 +94,8 @@ def multiply(leaf: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         )
     if leaf.is_complex():
         # torch multiplies by factor + 0j, and infinity times 0 is NaN.
-        parts = torch.view_as_real(leaf.resolve_conj())
-        return torch.view_as_complex(multiply(parts, factor))
+        components = torch.view_as_real(leaf.resolve_conj())
+        return torch.view_as_complex(multiply(components, factor))
     # A number on the CPU goes to a kernel by value; a copy would cost more.
     is_number = factor.device.type == "cpu" and not factor.shape
     near = factor if is_number else move(factor, leaf.device)
@@ -115,9 +115,9 @@ def is_within(leaf: torch.Tensor, *bounds: float) -> list[torch.Tensor]:
     # One pass and nothing in between: twenty times faster than isfinite().all() on a
     # CPU. NaN comes through, and fails both comparisons.
     low, high = torch.aminmax(numbers)
-    largest = [min(bound, torch.finfo(numbers.dtype).max) for bound in bounds]
+    largest = [min(limit, torch.finfo(numbers.dtype).max) for limit in bounds]
     # In float32, where the bound is not rounded.
-    return [(upcast(low) >= -top) & (upcast(high) <= top) for top in largest]
+    return [(upcast(low) >= -bound) & (upcast(high) <= bound) for bound in largest]
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ optax = pytest.importorskip("optax", reason="optax is not installed")
 orbax = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
 jnp = jax.numpy
 
+from conformance import DATA_POLICIES, magnitude_trace  # noqa: E402
 from helpers.trees import check_same  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
@@ -111,6 +112,47 @@ def test_orbax_saves_a_bare_scale_state(checkpointer, tmp_path):
     state = lsj.init(POLICY, ScaleState(8.0, 2, 0))
     restored = save_and_restore(checkpointer, tmp_path, state, lsj.init(POLICY))
     check_same(state, restored)
+
+
+every_data_policy = pytest.mark.parametrize(
+    "policy", DATA_POLICIES, ids=lambda policy: type(policy).__name__
+)
+
+
+def walk(policy, state, trace):
+    """Return the state after steps whose gradients have given magnitudes."""
+    update = jax.jit(lambda state, signal: lsj.update(policy, state, signal))
+    for finite, magnitude in trace:
+        amax = jnp.float32(magnitude) * state.scale
+        state = update(state, Signal(jnp.asarray(finite), amax=amax))
+    return state
+
+
+@every_data_policy
+def test_orbax_saves_what_a_policy_remembers(policy, checkpointer, tmp_path):
+    trace = magnitude_trace(7, 60)
+    state = walk(policy, lsj.init(policy), trace[:25])
+    restored = save_and_restore(checkpointer, tmp_path, state, lsj.init(policy))
+    assert type(policy.init()) is type(restored)
+    check_same(state, restored)
+    check_same(walk(policy, state, trace[25:]), walk(policy, restored, trace[25:]))
+
+
+@every_data_policy
+def test_flax_serializes_what_a_policy_remembers(policy):
+    serialization = pytest.importorskip(
+        "flax.serialization", reason="flax is not installed"
+    )
+    optimizer = ls.loss_scaled(optax.adam(0.1), policy)
+    params = {"w": jnp.ones(3)}
+    state = train(optimizer, params, (1.0, 3.0, jnp.inf, 0.25))
+    fresh = optimizer.init(params)
+    if len(state.scale_state) > 3:
+        assert fresh.scale_state[3:] != state.scale_state[3:]
+    restored = serialization.from_bytes(fresh, serialization.to_bytes(state))
+    check_same(state, restored)
+    step = jax.jit(optimizer.update)
+    check_same(step(params, state, params), step(params, restored, params))
 
 
 def test_orbax_saves_the_scales_of_jmp_and_flax_without_their_settings(

@@ -11,7 +11,15 @@ from jax import export  # noqa: E402
 
 import lossscale.jax as ls  # noqa: E402
 import lossscale.numpy as reference  # noqa: E402
-from lossscale import AutoStart, Dynamic, Headroom, Signal  # noqa: E402
+from lossscale import (  # noqa: E402
+    AboveEdge,
+    AutoStart,
+    Dynamic,
+    Headroom,
+    Saturation,
+    Signal,
+)
+from lossscale.errors import SettingError  # noqa: E402
 
 every_policy = pytest.mark.parametrize(
     "policy", DATA_POLICIES, ids=lambda policy: type(policy).__name__
@@ -35,8 +43,42 @@ def test_value_and_grad_measures_what_the_policy_reads(policy):
         )
         assert tuple(map(float, expected)) == tuple(map(float, state))
         assert ("amax" in policy.wants) == (signal.amax is not None)
+        has_edge = any(isinstance(item, AboveEdge) for item in policy.wants)
+        assert has_edge == (signal.above_edge is not None)
         if amax is not None and signal.finite:
             assert np.float32(np.float16(x)) * scale == pytest.approx(amax, rel=1e-3)
+
+
+def test_a_few_values_above_the_edge_do_not_lower_the_scale():
+    """2 of 16 values: the largest alone would halve the scale."""
+    x = jnp.where(jnp.arange(16) < 2, 32.0, 1.0)
+    states = {}
+    for fraction in (0.1, 0.2):
+        policy = Saturation(Dynamic(init_scale=1024.0), fraction=fraction, doubling=1)
+        step = jax.jit(ls.value_and_grad(loss, policy))
+        states[fraction] = step(ls.init(policy), jnp.ones(16), x).state
+        split = ls.accumulate_gradients(loss, policy)
+        rows = jnp.stack([x, x])
+        assert states[fraction] == split(ls.init(policy), jnp.ones(16), rows).state
+    assert [512.0, 2048.0] == [float(state.scale) for state in states.values()]
+
+
+def test_two_edges_are_one_error_before_the_step():
+    with pytest.raises(SettingError, match="got 2 edges"):
+        ls.value_and_grad(loss, Saturation(), measure=AboveEdge(1.0))
+
+
+@pytest.mark.parametrize("exponent", [16, 24, 32, 48])
+def test_retries_find_the_first_scale_on_one_batch_wherever_it_starts(exponent):
+    policy = AutoStart(Dynamic(init_scale=2.0**exponent))
+    step = ls.with_retries(ls.value_and_grad(loss, policy), retries=policy.tries)
+    found = jax.jit(step)(ls.init(policy), jnp.float32(1.0), jnp.float32(256.0))
+    assert (True, 256.0, 16.0) == (
+        bool(found.signal.finite),
+        float(found.grads),
+        float(found.state.scale),
+    )
+    assert int(found.retries) <= policy.tries
 
 
 def test_micro_batches_count_with_the_largest_of_them():

@@ -325,6 +325,65 @@ def test_a_mask_that_a_softmax_turns_into_zeros_is_not_a_fault():
     assert ("log of 0", "log") == (seen.first.origin, seen.first.operation)
 
 
+def attend(w, x, mask):
+    logits = (w * x) @ x.T + mask
+    return jax.nn.softmax(logits) @ x
+
+
+CAUSAL = np.where(np.tril(np.ones((3, 3))), 0.0, -np.inf).astype(np.float32)
+
+
+def test_a_mask_given_as_an_argument_is_not_the_cause():
+    x = jnp.ones((3, 2))
+
+    def loss(w, x, mask):
+        return jnp.log(attend(w, x, mask) * 0).mean()
+
+    found = ls.explain(loss, 1.0, 1.0, x, jnp.asarray(CAUSAL)).first
+    assert ("log of 0", "log") == (found.origin, found.operation)
+
+
+def test_a_row_that_a_mask_given_as_an_argument_empties_is_the_cause():
+    x, mask = jnp.ones((3, 2)), jnp.asarray(CAUSAL).at[1].set(-jnp.inf)
+    seen = ls.explain(lambda *args: attend(*args).mean(), 1.0, 1.0, x, mask)
+    assert ("row of -inf", "sub") == (seen.first.origin, seen.first.operation)
+
+
+def test_minus_inf_in_the_batch_is_the_cause_where_a_product_reads_it():
+    x = jnp.ones((3, 2)).at[0, 1].set(-jnp.inf)
+    seen = ls.explain(lambda w, x: (x @ (w * jnp.eye(2))).sum(), 1.0, 1.0, x)
+    assert ("batch", "argument 1") == (seen.first.origin, seen.first.tensor)
+    assert "dot_general" == seen.first_nan.operation
+
+
+def test_a_plain_function_has_no_model():
+    def loss(w, x):
+        return jnp.log(w * x)
+
+    text = str(ls.explain(loss, 1.0, 1.0, jnp.float32(0.0)))
+    line = loss.__code__.co_firstlineno + 1
+    assert "outside the model" not in text
+    seen = ls.explain(lambda w, x: loss(w, x) * 2, 1.0, 1.0, jnp.float32(0.0))
+    assert f"the code at test_explain.py:{line}" in str(seen)
+    assert "outside the model" in str(ls.explain(*outside_of_a_layer()))
+
+
+def outside_of_a_layer():
+    loss, args = bad_batch()
+    return lambda p, x: jnp.log(loss(p, x * 0) * 0) * 2, 1.0, args[0], jnp.ones((2, 3))
+
+
+def test_a_number_that_float16_rounds_to_0_is_named():
+    def loss(w, x):
+        return (x * w / jnp.sqrt((x * w).var() + 1e-8)).sum()
+
+    seen = ls.explain(loss, 1.0, HALF(1.0), jnp.ones(3, HALF))
+    assert seen.first.lost_epsilon is not None
+    assert "is 0 in float16, whose smallest number is 6e-8" in seen.advice
+    seen = ls.explain(lambda w, x: w / (x + 1 - 1), 1.0, HALF(1.0), HALF(0.0))
+    assert seen.first.lost_epsilon is None
+
+
 def test_a_finite_batch_has_nothing_to_explain():
     seen = ls.explain(lambda w, x: w * x, 1.0, 2.0, 3.0)
     assert seen.finite

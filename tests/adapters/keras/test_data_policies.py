@@ -202,7 +202,7 @@ def test_a_step_that_xla_compiles_has_the_same_states(policy):
 
 def test_the_first_scale_is_found_before_fit_and_nothing_is_lost():
     # The gradient, 1e28, is beyond float32 where 2**40 scales it.
-    policy = AutoStart(Dynamic(init_scale=2.0**40), jump=10)
+    policy = AutoStart(Dynamic(init_scale=2.0**40))
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1e-30), policy=policy)
     model = model_with(optimizer)
     rows = np.full((4, 3), 1e10, np.float32), np.full((4, 2), 1e18, np.float32)

@@ -225,6 +225,73 @@ def test_the_scale_is_the_optimizer_s_or_the_one_given():
     assert 1.0 == explain(model, X, Y).scale
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_before_the_first_batch_the_scale_is_the_one_to_start_with(own):
+    scaled = LossScaleOptimizer if own else keras.optimizers.LossScaleOptimizer
+    model = make(dtype="float16", loss=large_loss)
+    model.compile(scaled(keras.optimizers.SGD(), initial_scale=2.0**40), large_loss)
+    seen = explain(model, X, Y)
+    assert 2.0**40 == seen.scale
+    assert seen.lower_scale_helps
+    assert not model.optimizer.built
+
+
+def test_minus_inf_in_the_batch_is_the_cause():
+    batch = X.copy()
+    batch[1, 2] = -np.inf
+    model = make(kernel=0.0)
+    found = explain(model, batch, Y).first
+    assert ("given", "batch") == (found.direction, found.origin)
+
+
+def test_the_cast_of_the_model_s_inputs_is_the_model_s():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        layers = [keras.Input((3,)), keras.layers.Dense(2, dtype="float16")]
+        model = keras.Sequential(layers, name="net")
+    finally:
+        keras.config.set_dtype_policy(before)
+    model.compile("sgd", mean_in_float32)
+    found = explain(model, 1e6 * X, Y).first
+    assert ("net", "overflow", CAST[BACKEND]) == (
+        found.module,
+        found.origin,
+        found.operation,
+    )
+
+
+def test_lines_are_never_those_of_keras():
+    model = make(lambda x: x / (x * 0))
+    line = explain(model, X, Y).first.line
+    assert line is None or line.startswith("test_explain.py:")
+
+
+def test_a_norm_without_epsilon_is_advised_to_have_one():
+    model = keras.Sequential(
+        [
+            keras.Input((3,)),
+            keras.layers.Dense(4, kernel_initializer="zeros"),
+            keras.layers.BatchNormalization(epsilon=0.0, name="norm"),
+            keras.layers.Dense(2),
+        ],
+        name="net",
+    )
+    model.compile("sgd", "mse")
+    seen = explain(model, X, Y)
+    assert "net/norm" == seen.first.module
+    assert seen.first.origin in ("division by zero", "0 / 0")
+    assert "Set the norm's eps above 0." == seen.advice
+
+
+def test_a_number_that_float16_rounds_to_0_is_said_to_be():
+    def divide(x):
+        return x / (ops.sqrt(ops.var(x) * 0 + 1e-8))
+
+    model = make(divide, dtype="float16", loss=mean_in_float32)
+    assert "is 0 in float16" in explain(model, X, Y).advice
+
+
 def test_what_cannot_be_explained_is_one_error():
     with pytest.raises(SettingTypeError, match=r"keras\.Model"):
         explain(3, X, Y)

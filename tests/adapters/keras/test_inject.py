@@ -101,3 +101,71 @@ def test_what_cannot_be_injected_is_one_error(model):
     ):
         pass
     assert "apply" not in vars(model.optimizer)
+
+
+@pytest.mark.parametrize("kind", ["inf", "nan"])
+def test_fit_skips_the_steps_whose_activations_have_a_fault(model, kind):
+    settings = {"batch_size": 2, "epochs": 2, "verbose": 0}
+    first = model.layers[0].name
+    with inject(model, first, kind, steps=[3, 8], where="output", element=1):
+        model.fit(X, Y, **settings)
+    assert 2 == int(model.optimizer.skipped_steps)
+    assert 1 == int(model.optimizer.consecutive_skips)
+    assert all(np.isfinite(numpy(weight)).all() for weight in model.weights)
+    # Without the context neither the fault nor the counter is left.
+    model.fit(X, Y, **settings)
+    assert 2 == int(model.optimizer.skipped_steps)
+    assert "call" not in vars(model.layers[0])
+    assert [] == model.non_trainable_variables
+
+
+def test_the_activation_is_written_at_its_steps_and_not_in_evaluation(model):
+    model.compile(keras.optimizers.SGD(0.0), "mae")
+    losses = []
+    with inject(model, model.layers[1].name, 7.0, steps=2, where="output", element=0):
+        assert 7.0 not in model.predict(X, verbose=0)
+        for _ in range(3):
+            before = model.predict(X, verbose=0)
+            losses.append(float(model.train_on_batch(X, Y)))
+            model.reset_metrics()
+    plain = np.abs(before).mean()
+    spoilt = (np.abs(before).sum() - abs(before[0, 0]) + 7.0) / len(X)
+    assert [plain, spoilt, plain] == pytest.approx(losses, rel=1e-5)
+
+
+def test_the_gradient_passes_as_if_nothing_had_been_written():
+    """With a linear loss it does not depend on the activation that was written."""
+    dense = keras.layers.Dense(1, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((3,)), dense])
+    model.compile(keras.optimizers.SGD(0.5), lambda y, out: keras.ops.sum(out))
+    with inject(model, dense.name, 7.0, steps=2, where="output"):
+        for _ in range(3):
+            model.train_on_batch(X[:1], Y[:1])
+    assert [[-1.5]] * 3 == kernel_of(model).tolist()
+
+
+def test_a_layer_inside_another_is_named_with_it():
+    block = keras.Sequential([keras.layers.Dense(2, name="inner")], name="block")
+    model = keras.Sequential([keras.Input((3,)), block, keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    with inject(model, "block/inner", "nan", steps=1, where="output"):
+        model.train_on_batch(X, Y)
+    assert 1 == int(model.optimizer.skipped_steps)
+    with pytest.raises(SettingError, match="among the layers"):
+        inject(model, "inner", "nan", steps=1, where="output")
+
+
+def test_an_activation_that_was_never_written_is_an_error(model):
+    name = model.layers[0].name
+    with (
+        pytest.raises(ContextError, match=r"at steps \[2\], and there were 1"),
+        inject(model, name, "inf", steps=2, where="output"),
+    ):
+        model.train_on_batch(X, Y)
+    with inject(model, name, "inf", steps=1, where="output"):
+        with (
+            pytest.raises(ContextError, match="already"),
+            inject(model, name, "inf", steps=1, where="output"),
+        ):
+            pass
+        model.train_on_batch(X, Y)

@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from helpers.torch_steps import (  # noqa: E402
     BAD,
+    init_scale_tensor,
     parameter,
-    started,
 )
 
 import lossscale.torch as ls  # noqa: E402
@@ -23,7 +23,7 @@ def accumulated(scaler, batches, fused, dtype=torch.float32):
     weight = parameter([1.0, 1.0], dtype)
     other = parameter([1.0], dtype)
     optimizer = torch.optim.SGD([weight, other], lr=1.0, fused=fused)
-    started(scaler)
+    init_scale_tensor(scaler)
     for batch in batches:
         first = torch.tensor(batch, dtype=dtype) * scaler.get_scale()
         weight.grad, other.grad = first.to(dtype), torch.ones(1, dtype=dtype)
@@ -77,7 +77,7 @@ def test_without_a_bad_one_accumulation_is_torchs(fused):
     weight, _ = accumulated(scaler, batches.tolist(), fused)
     expected = parameter([1.0, 1.0])
     optimizer = torch.optim.SGD([expected], lr=1.0, fused=fused)
-    torchs = started(torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    torchs = init_scale_tensor(torch.amp.GradScaler("cpu", init_scale=2.0**10))
     expected.grad = torch.zeros(2)
     for batch in batches:
         expected.grad += torch.from_numpy(batch) * 2.0**10
@@ -103,7 +103,7 @@ def test_float16_gradients_are_added_up_in_float32():
 def test_clipping_takes_the_sum():
     weight = parameter([1.0])
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     for _ in range(3):
         weight.grad = torch.tensor([8.0])
         scaler.accumulate(optimizer)
@@ -131,7 +131,7 @@ def test_a_tensor_subclass_is_refused_and_nothing_is_lost():
 
     weight = parameter([1.0])
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     weight.grad = torch.tensor([8.0]).as_subclass(Own)
     with pytest.raises(GradientError, match="these gradients are Own"):
         scaler.accumulate(optimizer)
@@ -142,7 +142,7 @@ def test_what_was_added_up_is_not_forgotten_by_a_step_with_a_closure():
     """It may be refused or taken in, but not dropped without a word."""
     weight = parameter([1.0])
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     weight.grad = torch.tensor([8.0])
     scaler.accumulate(optimizer)
     closure = lambda: scaler.scale((weight * 2.0).sum()).backward()  # noqa: E731
@@ -157,7 +157,7 @@ def test_a_sum_is_reported_at_the_scale_of_its_parts_and_by_the_right_name():
     weights = [parameter([1.0]) for _ in range(3)]
     names = [(f"w{at}", weight) for at, weight in enumerate(weights)]
     optimizer = torch.optim.SGD(weights, lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0, names=names))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0, names=names))
     for bad in (8.0, math.nan):  # the first has no gradient
         weights[1].grad, weights[2].grad = torch.ones(1), torch.tensor([bad])
         scaler.accumulate(optimizer)
@@ -179,7 +179,7 @@ def test_every_dtype_is_added_up_in_float32_or_wider(dtype):
     small = 2.0**-40 if real is torch.float64 else 2.0**-8
     weight = parameter([0.0], dtype)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=1.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=1.0))
     for number in (1.0, *[small / 2] * 4):
         weight.grad = torch.tensor([number], dtype=dtype)
         scaler.accumulate(optimizer)
@@ -191,7 +191,7 @@ def test_every_dtype_is_added_up_in_float32_or_wider(dtype):
 def test_the_report_of_a_sum_has_the_magnitude_that_came():
     weight = parameter([1.0])
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     for gradient in (16.0, 24.0, math.inf):
         weight.grad = torch.tensor([gradient])
         scaler.accumulate(optimizer)

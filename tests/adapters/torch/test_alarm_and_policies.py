@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from helpers.torch_steps import parameter, started, step  # noqa: E402
+from helpers.torch_steps import init_scale_tensor, parameter, step  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
 from lossscale import Dynamic, ScaleState  # noqa: E402
@@ -29,7 +29,7 @@ def problem(fused=False, lr=1.0):
 
 def test_after_many_skips_it_warns_once_and_says_what_was_seen():
     weight, optimizer = problem()
-    scaler = started(
+    scaler = init_scale_tensor(
         ls.GradScaler(
             "cpu", init_scale=64.0, max_consecutive_skips=4, names=[("head", weight)]
         )
@@ -42,7 +42,7 @@ def test_after_many_skips_it_warns_once_and_says_what_was_seen():
     text = str(caught[0].message)
     for part in (
         "4 consecutive steps were skipped",
-        "Scales: 64, 32, 16, 8.",
+        "Scales: 64; 32; 16; 8.",
         "Reasons: 3 inf, 1 nan.",
         "head (inf)",
         "gradients may be overflowing because of the scale",
@@ -52,7 +52,7 @@ def test_after_many_skips_it_warns_once_and_says_what_was_seen():
 
 def test_the_alarm_may_raise_and_the_update_is_complete():
     weight, optimizer = problem()
-    scaler = started(
+    scaler = init_scale_tensor(
         ls.GradScaler(
             "cpu", init_scale=64.0, max_consecutive_skips=2, on_collapse="raise"
         )

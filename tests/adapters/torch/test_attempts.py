@@ -41,6 +41,16 @@ def test_the_first_batch_is_tried_until_it_is_finite_and_none_is_lost():
     assert 16.0 == loop.scaler.get_scale()
 
 
+@pytest.mark.parametrize("exponent", [24, 32, 48])
+def test_from_a_start_that_is_far_too_high_no_batch_is_lost_either(exponent):
+    loop = Loop(AutoStart(Dynamic(init_scale=2.0**exponent)))
+    first, *others = loop.train([256.0] * 3)
+    assert first <= 5
+    assert [1, 1] == others
+    assert 1.0 - 3 * 0.25 == loop.weight.item()
+    assert 16.0 == loop.scaler.get_scale()
+
+
 def test_after_the_start_an_overflow_costs_its_batch_and_nothing_waits(monkeypatch):
     loop = Loop(AutoStart())
     loop.train([256.0])

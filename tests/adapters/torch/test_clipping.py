@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from helpers.torch_steps import (  # noqa: E402
     BAD,
     FUSED,
-    outcome,
+    init_scale_tensor,
     parameter,
-    started,
+    result_or_error,
     tensors_of,
     ulps,
 )
@@ -33,7 +33,7 @@ def problem(name, fused, size, dtype=torch.float32):
 
 def torchs_way(weights, optimizer, max_norm, norm_type):
     """Unscale, clip and step by torch; return the norm and the gradients clipped."""
-    scaler = started(torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    scaler = init_scale_tensor(torch.amp.GradScaler("cpu", init_scale=2.0**10))
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(weights, max_norm, norm_type)
     clipped = [weight.grad.clone() for weight in weights]
@@ -51,7 +51,7 @@ def test_it_does_what_unscaling_and_clipping_do(name, fused, norm_type):
         expected, clipped = torchs_way(oracle, plain, max_norm, norm_type)
         weights, optimizer = problem(name, fused, size)
         before = tensors_of([weight.grad for weight in weights])
-        scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+        scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**10))
         norm = scaler.clip_grad_norm_(optimizer, max_norm, norm_type=norm_type)
         written = tensors_of([weight.grad for weight in weights])
         assert fused == (before == written)
@@ -72,7 +72,7 @@ def test_it_does_what_unscaling_and_clipping_do(name, fused, norm_type):
 def test_the_norm_of_huge_gradients_is_no_false_alarm():
     """Their squares are beyond float32, and torch's norm of them is infinite."""
     weights, optimizer = problem("SGD", False, 1e25)
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**10))
     before = [weight.detach().clone() for weight in weights]
     grads = [weight.grad.double() / 2.0**10 for weight in weights]
     norm = scaler.clip_grad_norm_(optimizer, 1.0)
@@ -89,8 +89,8 @@ def test_the_norm_of_huge_gradients_is_no_false_alarm():
 def test_without_clipping_it_is_unscaling_to_the_bit():
     weights, optimizer = problem("SGD", False, 1.0)
     others, other = problem("SGD", False, 1.0)
-    started(torch.amp.GradScaler("cpu", init_scale=2.0**10)).unscale_(other)
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    init_scale_tensor(torch.amp.GradScaler("cpu", init_scale=2.0**10)).unscale_(other)
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**10))
     scaler.clip_grad_norm_(optimizer, 1e9)
     for expected, found in zip(others, weights, strict=True):
         assert ulps(expected.grad, found.grad) == 0
@@ -103,7 +103,7 @@ def test_what_is_not_finite_is_found_by_the_same_read(bad, norm_type, fused):
     weights, optimizer = problem("Adam", fused, 1.0)
     weights[2].grad[5] = bad
     before = tensors_of(weights)
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**10))
     norm = scaler.clip_grad_norm_(optimizer, 1.0, norm_type=norm_type)
     assert not norm.isfinite()
     scaler.step(optimizer)
@@ -125,7 +125,7 @@ def test_other_dtypes_are_clipped(dtype, fused):
     oracle, plain = problem("SGD", fused, 1.0, dtype)
     expected, _ = torchs_way(oracle, plain, 0.5, 2.0)
     weights, optimizer = problem("SGD", fused, 1.0, dtype)
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**10))
     norm = scaler.clip_grad_norm_(optimizer, 0.5)
     scaler.step(optimizer)
     assert norm.item() == pytest.approx(expected.item(), rel=tolerance)
@@ -151,7 +151,7 @@ def test_mixed_empty_sparse_and_complex_gradients_are_one_norm():
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient * 8.0
     optimizer = torch.optim.SGD(weights, lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     # 4 + 16 + 25 + 4 = 49
     assert scaler.clip_grad_norm_(optimizer, 3.5).item() == pytest.approx(7.0, rel=1e-6)
     scaler.step(optimizer)
@@ -168,11 +168,11 @@ def test_mixed_empty_sparse_and_complex_gradients_are_one_norm():
 @pytest.mark.parametrize("fused", [False, True])
 def test_it_takes_the_place_of_unscaling(fused):
     weights, optimizer = problem("SGD", fused, 1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**10))
     scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)
     text = "step() has already been called since the last update()."
-    found = outcome(lambda: scaler.clip_grad_norm_(optimizer, 1.0))
+    found = result_or_error(lambda: scaler.clip_grad_norm_(optimizer, 1.0))
     assert (RuntimeError, text) == found
     scaler.update()
     for weight in weights:
@@ -193,7 +193,7 @@ def test_after_unscaling_it_clips_what_is_there(fused):
     oracle, plain = problem("SGD", fused, 1.0)
     expected, _ = torchs_way(oracle, plain, 0.5, 2.0)
     weights, optimizer = problem("SGD", fused, 1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**10))
     scaler.unscale_(optimizer)
     assert expected == scaler.clip_grad_norm_(optimizer, 0.5)
     scaler.step(optimizer)
@@ -211,7 +211,7 @@ def test_a_second_time_is_an_error_and_changes_nothing(fused):
     weight = parameter([1.0, 1.0])
     weight.grad = torch.tensor([3.0, 4.0]) * 8.0
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     scaler.clip_grad_norm_(optimizer, 2.5)
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) has already"):
         scaler.clip_grad_norm_(optimizer, 0.5)
@@ -223,7 +223,7 @@ def test_gradients_without_a_norm_are_zero_and_stay():
     weight = parameter([1.0, 1.0])
     weight.grad = torch.zeros(2)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = started(ls.GradScaler("cpu"))
+    scaler = init_scale_tensor(ls.GradScaler("cpu"))
     assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0
     assert [0.0, 0.0] == weight.grad.tolist()
 
@@ -232,12 +232,12 @@ def test_gradients_without_a_norm_are_zero_and_stay():
 def test_a_norm_that_is_not_positive_is_refused(max_norm):
     _, optimizer = problem("SGD", False, 1.0)
     with pytest.raises(SettingError, match="max_norm must be a positive number"):
-        started(ls.GradScaler("cpu")).clip_grad_norm_(optimizer, max_norm)
+        init_scale_tensor(ls.GradScaler("cpu")).clip_grad_norm_(optimizer, max_norm)
 
 
 def test_invalid_settings_are_refused():
     _, optimizer = problem("SGD", False, 1.0)
-    scaler = started(ls.GradScaler("cpu"))
+    scaler = init_scale_tensor(ls.GradScaler("cpu"))
     with pytest.raises(SettingTypeError, match="max_norm"):
         scaler.clip_grad_norm_(optimizer, "1")
     for wrong in (0, -1.0, math.nan):
@@ -254,7 +254,7 @@ def test_an_infinite_limit_measures_and_clips_nothing():
     """The usual way to have the norm logged: torch takes it."""
     weights, optimizer = problem("SGD", False, 1.0)
     expected = torch.cat([weight.grad for weight in weights]).norm() / 2.0**10
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**10))
     norm = scaler.clip_grad_norm_(optimizer, math.inf)
     torch.testing.assert_close(expected, norm, rtol=1e-6, atol=0)
 
@@ -264,7 +264,7 @@ def a_divisor_beyond_float32(fused):
     weight = parameter([1.0, 1.0])
     weight.grad = torch.tensor([3.0, 4.0]) * 2.0**120
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**120))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**120))
     scaler.clip_grad_norm_(optimizer, 5e-3)
     scaler.step(optimizer)
     scaler.update()
@@ -291,7 +291,7 @@ def test_the_report_has_the_norm_and_the_factor(fused):
     weight = parameter([1.0, 1.0])
     weight.grad = torch.tensor([3.0, 4.0]) * 8.0
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     scaler.clip_grad_norm_(optimizer, 2.5)
     scaler.step(optimizer)
     scaler.update()
@@ -311,7 +311,7 @@ def test_disabled_it_is_torchs_clipping():
 def test_float16_is_refused_where_it_would_be_written():
     weight = parameter([1.0], torch.float16)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     weight.grad = torch.tensor([8.0], dtype=torch.float16)
     with pytest.raises(ValueError, match="Attempting to unscale FP16"):
         scaler.clip_grad_norm_(optimizer, 1.0)
@@ -322,7 +322,7 @@ def test_the_norm_of_tiny_gradients_is_exact():
     """Their squares are subnormal in float32, of a few bits."""
     weight = parameter([0.0] * 4096)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=1.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=1.0))
     weight.grad = torch.full((4096,), 1.1e-22)
     assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(
         64 * 1.1e-22, rel=1e-6
@@ -354,7 +354,7 @@ def test_the_gradients_are_unscaled_and_clipped_if_asked_for(name, fused, way):
     oracle, plain = problem(name, fused, 1.0)
     _, expected = clipped_by_torch(weights, 0.1)
     torchs_way(oracle, plain, 0.1, 2.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**10))
     scaler.clip_grad_norm_(optimizer, 0.1, write_back=way == "write_back")
     if way == "unscale_":
         scaler.unscale_(optimizer)
@@ -370,7 +370,7 @@ def test_the_gradients_are_unscaled_and_clipped_if_asked_for(name, fused, way):
 
 def test_clipping_by_value_after_a_fused_clip_needs_the_gradients_written_back():
     weights, optimizer = problem("SGD", True, 1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**10))
     scaler.clip_grad_norm_(optimizer, 1e6, write_back=True)
     torch.nn.utils.clip_grad_value_(weights, 0.01)
     before = [weight.detach().clone() for weight in weights]
@@ -387,7 +387,7 @@ def test_clipping_by_value_after_a_fused_clip_needs_the_gradients_written_back()
 def test_any_norm_clips_as_torch_does(norm_type, fused):
     weights, optimizer = problem("SGD", fused, 1.0)
     expected_norm, expected = clipped_by_torch(weights, 0.1, norm_type)
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**10))
     norm = scaler.clip_grad_norm_(optimizer, 0.1, norm_type=norm_type)
     torch.testing.assert_close(expected_norm, norm, rtol=1e-6, atol=0)
     check_close(expected, weights)
@@ -413,7 +413,9 @@ def test_every_group_is_clipped_by_its_own_norm(fused, enabled):
         expected.append(clipped_by_torch(group, limit))
         for weight in group:
             weight.grad /= scale
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10, enabled=enabled))
+    scaler = init_scale_tensor(
+        ls.GradScaler("cpu", init_scale=2.0**10, enabled=enabled)
+    )
     norms = scaler.clip_grad_norm_(optimizer, [0.5, 0.1])
     for norm, (expected_norm, _) in zip(norms, expected, strict=True):
         torch.testing.assert_close(expected_norm, norm, rtol=1e-6, atol=0)
@@ -429,7 +431,7 @@ def test_a_norm_that_is_not_finite_is_an_error_if_asked_for(fused, bad, norm_typ
     weights, optimizer = problem("SGD", fused, 1.0)
     weights[2].grad[3] = bad
     before = [weight.grad.clone() for weight in weights]
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**10))
     with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
         scaler.clip_grad_norm_(
             optimizer, 1.0, norm_type=norm_type, error_if_nonfinite=True
@@ -444,7 +446,7 @@ def test_a_norm_that_is_not_finite_is_an_error_if_asked_for(fused, bad, norm_typ
 def test_unscaled_gradients_that_were_too_large_are_applied_once_they_are_clipped():
     weight = parameter([1.0, 1.0])
     optimizer = torch.optim.Adam([weight], lr=0.1)
-    scaler = started(ls.GradScaler("cpu", init_scale=1.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=1.0))
     weight.grad = torch.tensor([3e18, 5e18])
     scaler.unscale_(optimizer)
     scaler.clip_grad_norm_(optimizer, 1.0)

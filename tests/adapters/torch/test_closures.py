@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from helpers.torch_steps import (  # noqa: E402
+    init_scale_tensor,
     parameter,
-    picture,
-    started,
+    snapshot,
 )
 
 import lossscale.torch as ls  # noqa: E402
@@ -83,9 +83,9 @@ def closed(name, scaler=None, bad_call=None, as_keyword=True):
 @pytest.mark.parametrize("name", CLOSED)
 def test_closures_take_the_steps_of_no_scaling_to_the_bit(name, as_keyword):
     expected, torchs = closed(name)
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**10))
     found, ours = closed(name, scaler, as_keyword=as_keyword)
-    assert picture(expected) == picture(found)
+    assert snapshot(expected) == snapshot(found)
     assert [loss.item() for loss in torchs] == [loss.item() for loss in ours]
     assert (3, 0) == (scaler.total_steps, scaler.skipped_steps)
 
@@ -95,7 +95,7 @@ def test_closures_take_the_steps_of_no_scaling_to_the_bit(name, as_keyword):
 def test_an_overflow_in_any_evaluation_restores_weights_and_state(name, bad_call):
     if name in ("SGD", "fused Adam"):
         bad_call = 2  # they ask once a step: it is the second step
-    scaler = started(ls.GradScaler("cpu", init_scale=2.0**10))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=2.0**10))
     optimizer, losses = closed(name, scaler, bad_call)
     skipped = [loss is None for loss in losses]
     first = name not in ("SGD", "fused Adam")
@@ -113,21 +113,21 @@ def test_an_overflow_in_any_evaluation_restores_weights_and_state(name, bad_call
 
     for _ in range(2):
         oracle.step(closure)
-    assert picture(oracle) == picture(optimizer)
+    assert snapshot(oracle) == snapshot(optimizer)
 
 
 def test_a_closure_may_be_the_first_to_scale():
     """As every loop with LBFGS is written: nothing calls `scale` before the step."""
     found, _ = closed("LBFGS", ls.GradScaler("cpu", init_scale=2.0**10))
     expected, _ = closed("LBFGS")
-    assert picture(expected) == picture(found)
+    assert snapshot(expected) == snapshot(found)
 
 
 def test_a_closure_that_unscales_itself_is_not_unscaled_twice():
     """To clip, say; the second call could also be refused, but not be wrong."""
     weight = parameter([1.0])
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
 
     def closure():
         scaler.scale((weight * 0.5).sum()).backward()
@@ -144,7 +144,7 @@ def test_a_closure_that_unscales_itself_is_not_unscaled_twice():
 def test_a_first_gradient_that_was_unscaled_and_is_bad_ends_the_step():
     weight = parameter([1.0])
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     weight.grad = torch.tensor([math.nan])
     scaler.unscale_(optimizer)
     assert scaler.step(optimizer, closure=lambda: pytest.fail("asked")) is None

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from conformance import DATA_POLICIES, magnitude_trace  # noqa: E402
-from helpers.torch_steps import one_weight, started  # noqa: E402
+from helpers.torch_steps import init_scale_tensor, one_weight  # noqa: E402
 
 import lossscale.numpy as reference  # noqa: E402
 import lossscale.torch as ls  # noqa: E402
@@ -30,7 +30,7 @@ every_policy = pytest.mark.parametrize(
 
 def take(scaler, optimizer, weight, finite, magnitude):
     """Take a step whose largest gradient is known."""
-    scale = started(scaler).get_scale()
+    scale = init_scale_tensor(scaler).get_scale()
     amax = min(float(magnitude) * scale, 3e38)
     weight.grad = torch.tensor([amax if finite else math.inf])
     scaler.step(optimizer)
@@ -74,7 +74,7 @@ def test_a_saved_scaler_continues_exactly(policy):
     run(first, trace[:25])
     for second in (
         ls.GradScaler("cpu", policy=policy),
-        started(ls.GradScaler("cpu", policy=policy)),
+        init_scale_tensor(ls.GradScaler("cpu", policy=policy)),
     ):
         second.load_state_dict(first.state_dict())
         assert plain(first.state) == plain(second.state)
@@ -99,7 +99,7 @@ def test_a_portable_state_starts_another_scaler(policy):
     same, state = from_portable(to_portable(first.policy, first.state))
     second = ls.GradScaler("cpu", policy=same, state=state)
     assert plain(first.state) == plain(second.state)
-    assert plain(first.state) == plain(started(second).state)
+    assert plain(first.state) == plain(init_scale_tensor(second).state)
 
 
 def test_the_state_dict_of_a_plain_policy_has_no_further_entry():
@@ -133,7 +133,7 @@ def test_a_scale_that_is_set_leaves_what_is_remembered():
     weight, optimizer = one_weight()
     take(scaler, optimizer, weight, True, 0.5)
     memory = plain(scaler.state)[3:]
-    started(scaler)
+    init_scale_tensor(scaler)
     weight.grad = torch.ones(1)
     scaler.step(optimizer)
     scaler.update(16.0)
@@ -141,7 +141,9 @@ def test_a_scale_that_is_set_leaves_what_is_remembered():
 
 
 def test_the_largest_gradient_of_several_optimizers_counts():
-    scaler = started(ls.GradScaler("cpu", policy=Headroom(Dynamic(init_scale=4.0))))
+    scaler = init_scale_tensor(
+        ls.GradScaler("cpu", policy=Headroom(Dynamic(init_scale=4.0)))
+    )
     pairs = [one_weight() for _ in range(2)]
     for (weight, _), gradient in zip(pairs, (8.0, 32.0), strict=True):
         weight.grad = torch.tensor([gradient])

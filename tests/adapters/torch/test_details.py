@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from helpers.torch_steps import both, parameter, started  # noqa: E402
+from helpers.torch_steps import both, init_scale_tensor, parameter  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
 from lossscale.errors import SettingTypeError  # noqa: E402
@@ -105,7 +105,7 @@ def test_a_closure_gets_the_arguments_that_the_optimizer_calls_it_with():
 )
 def test_parameters_in_place_of_an_optimizer_are_named(method):
     weight, _ = problem()
-    scaler = started(ls.GradScaler("cpu"))
+    scaler = init_scale_tensor(ls.GradScaler("cpu"))
     arguments = [1.0] if method == "clip_grad_norm_" else []
     with pytest.raises(SettingTypeError, match=f"scaler.{method}\\(optimizer"):
         getattr(scaler, method)([weight], *arguments)
@@ -187,7 +187,7 @@ def test_the_first_scale_may_be_compiled_as_one_graph():
 
 def test_it_is_shown_with_its_scale_policy_and_counts():
     weight, optimizer = problem()
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     weight.grad = torch.tensor([float("inf")])
     scaler.step(optimizer)
     scaler.update()
@@ -230,7 +230,7 @@ def test_a_group_that_only_looks_like_one_is_taken():
 def test_the_sharded_scaler_unscales_float16_gradients_unless_asked_otherwise():
     weight = parameter([1.0], torch.float16)
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    scaler = started(ls.ShardedGradScaler("cpu", 8.0))
+    scaler = init_scale_tensor(ls.ShardedGradScaler("cpu", 8.0))
     weight.grad = torch.tensor([8.0], dtype=torch.float16)
     flags = scaler._unscale_grads_(optimizer, torch.tensor(0.125), torch.zeros(1))
     assert ([0.0], [1.0]) == ([f.item() for f in flags.values()], weight.grad.tolist())

@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from helpers.torch_steps import (  # noqa: E402
     both,
-    outcome,
+    init_scale_tensor,
     parameter,
-    started,
+    result_or_error,
 )
 from torch.amp.grad_scaler import OptState  # noqa: E402
 
@@ -170,26 +170,26 @@ def test_scale_comes_first(cls, name):
         f"Attempted {name} but _scale is None.  This may indicate your script did not "
         "use scaler.scale(loss or outputs) earlier in the iteration."
     )
-    found = outcome(lambda: getattr(scaler, name)(*arguments))
+    found = result_or_error(lambda: getattr(scaler, name)(*arguments))
     assert (AssertionError, text) == found
 
 
 @both
 @pytest.mark.parametrize("fused", [False, True])
 def test_calls_out_of_order_are_refused_in_torchs_words(cls, fused):
-    scaler = started(cls("cpu", init_scale=4.0))
+    scaler = init_scale_tensor(cls("cpu", init_scale=4.0))
     _, optimizer = problem(fused=fused)
     scaler.unscale_(optimizer)
-    assert outcome(lambda: scaler.unscale_(optimizer)) == (
+    assert result_or_error(lambda: scaler.unscale_(optimizer)) == (
         RuntimeError,
         "unscale_() has already been called on this optimizer since the last update().",
     )
     scaler.step(optimizer)
-    assert outcome(lambda: scaler.unscale_(optimizer)) == (
+    assert result_or_error(lambda: scaler.unscale_(optimizer)) == (
         RuntimeError,
         "unscale_() is being called after step().",
     )
-    assert outcome(lambda: scaler.step(optimizer)) == (
+    assert result_or_error(lambda: scaler.step(optimizer)) == (
         RuntimeError,
         "step() has already been called since the last update().",
     )
@@ -199,16 +199,16 @@ def test_calls_out_of_order_are_refused_in_torchs_words(cls, fused):
 
 @both
 def test_no_gradients_are_refused_in_torchs_words(cls):
-    scaler = started(cls("cpu"))
+    scaler = init_scale_tensor(cls("cpu"))
     weight, optimizer = problem()
     weight.grad = None
     scaler.unscale_(optimizer)
     assert {} == scaler._found_inf_per_device(optimizer)
-    assert outcome(lambda: scaler.step(optimizer)) == (
+    assert result_or_error(lambda: scaler.step(optimizer)) == (
         AssertionError,
         "No inf checks were recorded for this optimizer.",
     )
-    assert outcome(scaler.update) == (
+    assert result_or_error(scaler.update) == (
         AssertionError,
         "No inf checks were recorded prior to update.",
     )
@@ -217,7 +217,7 @@ def test_no_gradients_are_refused_in_torchs_words(cls):
 
 @both
 def test_float16_gradients_are_refused_and_left_alone(cls):
-    scaler = started(cls("cpu"))
+    scaler = init_scale_tensor(cls("cpu"))
     first = parameter([1.0])
     second = parameter([1.0], torch.float16)
     first.grad, second.grad = torch.ones(1), torch.ones(1, dtype=torch.float16)
@@ -233,7 +233,7 @@ def test_float16_gradients_are_refused_and_left_alone(cls):
 @both
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_stages_are_those_of_torch(cls, fused):
-    scaler = started(cls("cpu"))
+    scaler = init_scale_tensor(cls("cpu"))
     _, optimizer = problem(fused=fused)
     assert {} == dict(scaler._per_optimizer_states)
     stages = [scaler._per_optimizer_states[id(optimizer)]["stage"]]

@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from helpers.torch_steps import (  # noqa: E402
     BAD,
     both,
+    init_scale_tensor,
     parameter,
-    started,
     step,
 )
 
@@ -28,7 +28,7 @@ def problem(gradient=1.0, fused=False, **settings):
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_skipped_step_returns_none_and_leaves_gradients_unscaled(cls, bad, explicit):
-    scaler = started(cls("cpu", init_scale=4.0))
+    scaler = init_scale_tensor(cls("cpu", init_scale=4.0))
     weight, other = parameter([1.0]), parameter([1.0])
     weight.grad, other.grad = torch.tensor([bad]), torch.tensor([8.0])
     optimizer = torch.optim.SGD([weight, other], lr=1.0)
@@ -48,7 +48,7 @@ def test_what_the_optimizer_returns_is_returned(cls):
             return closure, word
 
     weight, _ = problem()
-    scaler = started(cls("cpu"))
+    scaler = init_scale_tensor(cls("cpu"))
     optimizer = Returning([weight], lr=1.0)
     assert scaler.step(optimizer, None, word="given") == (None, "given")
 
@@ -56,7 +56,7 @@ def test_what_the_optimizer_returns_is_returned(cls):
 @both
 def test_gradients_that_are_broken_after_unscaling_are_not_checked_again(cls):
     weight, optimizer = problem()
-    scaler = started(cls("cpu"))
+    scaler = init_scale_tensor(cls("cpu"))
     scaler.unscale_(optimizer)
     weight.grad.fill_(math.inf)
     scaler.step(optimizer)
@@ -65,7 +65,7 @@ def test_gradients_that_are_broken_after_unscaling_are_not_checked_again(cls):
 
 @both
 def test_each_of_several_optimizers_skips_alone(cls):
-    scaler = started(cls("cpu", init_scale=4.0))
+    scaler = init_scale_tensor(cls("cpu", init_scale=4.0))
     good, first = problem(8.0)
     bad, second = problem(math.inf)
     third_weight, third = problem(8.0, fused=True)
@@ -78,7 +78,7 @@ def test_each_of_several_optimizers_skips_alone(cls):
 
 @both
 def test_update_changes_the_tensors_in_place(cls):
-    scaler = started(cls("cpu", init_scale=4.0, growth_interval=1))
+    scaler = init_scale_tensor(cls("cpu", init_scale=4.0, growth_interval=1))
     before = scaler._scale, scaler._growth_tracker
     for gradient in (1.0, math.inf, 1.0):
         weight, optimizer = problem()
@@ -116,7 +116,7 @@ def test_duplicates_of_a_sparse_gradient_that_overflow_together_are_found(scale)
         [[0, 0]], [3e38, 3e38], (2,), check_invariants=True
     )
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=scale))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=scale))
     scaler.step(optimizer)
     assert [1.0, 1.0] == weight.tolist()
 
@@ -125,7 +125,7 @@ def test_gradients_of_another_layout_are_grouped_again():
     """Only the second step has a gradient that is refused, and a sparse one."""
     first, second = parameter([1.0]), parameter([1.0], torch.float16)
     optimizer = torch.optim.SGD([first, second], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     first.grad = torch.tensor([8.0])
     scaler.step(optimizer)
     scaler.update()
@@ -137,7 +137,7 @@ def test_gradients_of_another_layout_are_grouped_again():
 def test_a_dense_gradient_may_be_sparse_a_step_later():
     table = parameter([[1.0], [1.0]])
     optimizer = torch.optim.SGD([table], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     twice = torch.sparse_coo_tensor(
         [[1, 1]], [[8.0], [8.0]], (2, 1), check_invariants=True
     )

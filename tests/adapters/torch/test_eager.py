@@ -68,15 +68,15 @@ class Combined(Eager):
     """The same of the gradients at even and odd places, put together."""
 
     def measure(self, gradients, scale, request, *, inverted):
-        part = request.for_a_part()
+        part = request.for_group()
         parts = [own for own in (gradients[::2], gradients[1::2]) if own]
         measured = super().measure
         buffers = [measured(own, scale, part, inverted=inverted) for own in parts]
         whole = eager.combine(buffers, torch.device("cpu"), request)
-        tops = torch.empty(len(gradients))
+        amaxes = torch.empty(len(gradients))
         even = len(parts[0])
-        tops[::2], tops[1::2] = whole[HEADER:][:even], whole[HEADER:][even:]
-        return torch.cat([whole[:HEADER], tops])
+        amaxes[::2], amaxes[1::2] = whole[HEADER:][:even], whole[HEADER:][even:]
+        return torch.cat([whole[:HEADER], amaxes])
 
 
 PARAMETERS = [pytest.param(case, id=case.name) for case in CASES]

@@ -4,6 +4,7 @@ import math
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -33,8 +34,9 @@ class Training:
         self.texts = []
 
     def step(self, value=math.nan):
-        batch = torch.ones(3, 4)
-        batch[0, 0] = value
+        numbers = np.ones((3, 4), np.float32)
+        numbers[0, 0] = value
+        batch = torch.from_numpy(numbers)
         self.optimizer.zero_grad()
         self.scaler.scale(self.model(batch).mean()).backward()
         self.scaler.step(self.optimizer)
@@ -132,3 +134,61 @@ def test_a_scaler_can_be_pickled_while_the_next_batch_is_watched():
     assert again.get_scale() == 256.0
     assert "scale" not in again.__dict__
     assert training.scaler.last_explanation is not None
+
+
+def run_until_alarm(on_collapse, make_loss, scale):
+    """Return the texts of the warnings of six steps that are all skipped."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler(
+        "cpu",
+        init_scale=scale,
+        module=model,
+        max_consecutive_skips=5,
+        on_collapse=on_collapse,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            optimizer.zero_grad()
+            scaler.scale(make_loss(model, scaler)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return [str(one.message) for one in caught if one.category is CollapseWarning]
+
+
+def mean_of(model, x):
+    with torch.autocast("cpu", torch.float16):
+        return model(x).float().mean()
+
+
+def penalty_of(model, scaler):
+    x = torch.ones(4, 8, requires_grad=True)
+    loss = mean_of(model, x)
+    (gradient,) = scaler.grad(loss, x)
+    return loss + gradient.norm(dim=1).pow(2).mean()
+
+
+def test_the_alarm_does_not_rule_out_the_scale_of_a_gradient_penalty():
+    (text,) = run_until_alarm("warn", penalty_of, 2.0**40)
+    assert "5 loss" in text
+    assert "no scale" not in text
+    assert "It is made of gradients (scaler.grad)" in text
+
+
+def test_a_penalty_after_the_alarm_is_explained_by_the_scale():
+    _, text = run_until_alarm("explain", penalty_of, 2.0**40)
+    assert "No scale helps" not in text
+    assert "The scale is probably too high." in text
+
+
+def test_a_scale_that_is_too_high_is_said_to_be_still_lowered():
+    texts = run_until_alarm(
+        "explain", lambda model, _: mean_of(model, torch.ones(4, 8)), 2.0**60
+    )
+    assert "At a scale of 2^55 the loss was finite" in texts[1]
+    assert "The scale is probably too high. It is still being lowered;" in texts[1]
+    assert "Compute code outside" not in texts[1]

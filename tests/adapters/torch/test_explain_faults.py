@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from helpers.planted import FAULTS  # noqa: E402  # needs torch
 from helpers.planted.fault import Block, autocast_step, normal_batch  # noqa: E402
 
+from lossscale.testing.torch import inject  # noqa: E402
 from lossscale.torch import GradScaler, to_float16  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
@@ -43,8 +45,8 @@ def test_a_planted_fault_is_explained(fault):
         assert fault.node == found.node
     if fault.nan is not None:
         assert fault.nan == (seen.first_nan.module, seen.first_nan.origin)
-    assert fault.micro_batch == found.micro_batch
-    assert found.origin not in ("constant", "unknown")
+    assert (fault.micro_batch, fault.loss) == (found.micro_batch, found.loss)
+    assert found.origin != "unknown"
     json.dumps(seen.to_dict(), allow_nan=False)
 
 
@@ -101,6 +103,166 @@ def test_a_mask_is_not_the_cause():
     step = autocast_step(model, normal_batch())
     found = scaler.explain(lambda: step(scaler)).first
     assert found.operation == "div"
+
+
+def explain_block(function):
+    model = Block(function)
+    scaler = GradScaler("cpu", module=model)
+    step = autocast_step(model, normal_batch())
+    return scaler.explain(lambda: step(scaler))
+
+
+def test_a_mask_given_as_a_tensor_is_the_cause_where_a_product_reads_it():
+    mask = torch.full((4, 4), -math.inf).triu(1)
+    seen = explain_block(lambda x: (x @ x.T + mask) @ x)
+    assert (seen.first.origin, seen.first.direction) == ("batch", "given")
+    assert seen.first_nan.operation == "mm"
+
+
+def test_a_parameter_written_in_place_keeps_its_role():
+    model = Block(torch.tanh)
+    with torch.no_grad():
+        model.embed.weight[0, 0] = math.nan
+    scaler = GradScaler("cpu", module=model)
+    step = autocast_step(model, normal_batch())
+
+    def clamp_and_step():
+        model.embed.weight.data.clamp_(-1.0, 1.0)
+        step(scaler)
+
+    found = scaler.explain(clamp_and_step).first
+    assert (found.origin, found.role) == ("parameter", "parameter")
+    assert found.tensor == "embed.weight"
+
+
+def test_memory_that_is_used_again_has_no_history():
+    def work(x):
+        for _ in range(20):
+            torch.empty(64).fill_(math.nan)  # its memory is given to the next one
+            zeros = torch.empty(64)
+            zeros.zero_()
+        return (x + zeros[:8].to(x.dtype)) / (x * 0)
+
+    assert explain_block(work).first.operation == "div"
+
+
+def test_the_number_that_float16_rounds_to_0_is_named():
+    (fault,) = [f for f in FAULTS if f.name == "epsilon that float16 rounds to 0"]
+    seen = explain(fault)
+    assert seen.first.lost_epsilon == 1e-8
+    assert "The 1e-8 that is added against this is 0 in float16" in seen.advice
+    assert "6e-8" in seen.advice
+
+
+@pytest.mark.parametrize(
+    "divide",
+    [
+        lambda x: x / ((x * 0).pow(2).sum().sqrt().clamp(min=1e-9)),
+        lambda x: x / (1e-9 + (x * 0).norm()),
+        lambda x: (x * 0).add_(1e-9).sqrt().reciprocal(),
+    ],
+)
+def test_a_lost_number_is_known_however_it_was_added(divide):
+    model = Block(divide)
+    to_float16(model)
+    scaler = GradScaler("cpu", module=model)
+    seen = scaler.explain(lambda: model(normal_batch()).float().mean())
+    assert seen.first.lost_epsilon == 1e-9
+
+
+def test_a_number_that_is_not_lost_is_not_blamed():
+    seen = explain_block(lambda x: (x + 1e-3) / (x.float() * 0 + 1e-9 - 1e-9))
+    assert (seen.first.operation, seen.first.lost_epsilon) == ("div", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("layer norm with epsilon 0", "Set the norm's eps above 0."),
+        ("cross entropy of ignored targets", "max(count, 1)"),
+        ("float16 gradients of two micro batches", "Lower the scale to"),
+    ],
+)
+def test_the_advice_is_that_for_the_operation(name, words):
+    (fault,) = [f for f in FAULTS if f.name == name]
+    assert words in explain(fault).advice
+
+
+def test_an_autocast_of_an_input_is_not_a_cast_by_hand():
+    seen = explain_block(lambda x: x.float() * 1e6)
+    assert (seen.first.module, seen.first.role) == ("head", "input")
+    seen = explain_block(lambda x: (x.float() * 1e6).half())
+    assert (seen.first.module, seen.first.role) == ("middle", "output")
+
+
+def test_a_gradient_that_a_hook_changed_is_not_another_ranks():
+    model = Block(torch.tanh)
+    scaler = GradScaler("cpu", module=model)
+    step = autocast_step(model, normal_batch())
+
+    def multiply(param):
+        param.grad.mul_(math.inf)
+
+    model.embed.weight.register_post_accumulate_grad_hook(multiply)
+    seen = scaler.explain(lambda: step(scaler))
+    assert (seen.first.origin, seen.first.tensor) == ("constant", "embed.weight")
+    assert "rank" not in str(seen)
+
+
+def test_a_change_by_an_operator_that_is_not_watched_is_said_to_be_one():
+    model = Block(torch.tanh)
+    scaler = GradScaler("cpu", module=model)
+    step = autocast_step(model, normal_batch())
+
+    def step_and_multiply():
+        step(scaler)
+        torch._foreach_mul_([param.grad for param in model.parameters()], math.inf)
+
+    seen = scaler.explain(step_and_multiply)
+    assert (seen.first.origin, seen.first.operation) == ("changed afterwards", None)
+    assert "by a hook or by the step's own code" in str(seen)
+
+
+def test_injected_faults_are_explained_as_such():
+    model = Block(torch.tanh)
+    scaler = GradScaler("cpu", module=model)
+
+    def step(where, name):
+        with inject(model, name, "nan", steps=1, where=where):
+            scaler.scale(model(normal_batch()).mean()).backward()
+
+    found = scaler.explain(lambda: step("gradient", "embed.weight")).first
+    assert found.origin in ("changed afterwards", "constant")
+    assert found.tensor == "embed.weight"
+
+
+def test_losses_of_one_forward_pass_are_no_micro_batches():
+    model = Block(torch.tanh)
+    scaler = GradScaler("cpu", module=model)
+
+    def step():
+        output = model(normal_batch())
+        scaler.scale(output.mean()).backward(retain_graph=True)
+        scaler.scale((output * 0).log().mean()).backward()
+
+    found = scaler.explain(step).first
+    assert (found.loss, found.micro_batch) == (1, None)
+    assert "for loss 1 (counted from 0)" in str(found)
+
+
+def test_second_derivatives_of_the_parameters_are_no_penalty():
+    model = Block(torch.tanh)
+    scaler = GradScaler("cpu", module=model)
+
+    def step():
+        for factor in (1.0, 0.0):
+            loss = (model(normal_batch()).pow(2) * factor).mean().sqrt()
+            scaler.scale(loss).backward(create_graph=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of create_graph
+        found = scaler.explain(step).first
+    assert found.micro_batch == 1
 
 
 def test_the_line_of_the_users_code_is_named():

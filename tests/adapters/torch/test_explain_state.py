@@ -260,7 +260,7 @@ def test_a_scaler_does_not_keep_its_model():
     setup = Setup()
     scaler = setup.scaler
     del setup
-    with pytest.raises(SettingError, match="needs the model"):
+    with pytest.raises(SettingError, match="Keep a reference to it"):
         scaler.explain(lambda: None)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from helpers.torch_steps import BAD, outcome, picture, started  # noqa: E402
+from helpers.torch_steps import BAD, init_scale_tensor, result_or_error, snapshot  # noqa: E402
 from hypothesis import event, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from hypothesis.stateful import (  # noqa: E402
@@ -118,7 +118,7 @@ def test_a_step_that_saw_a_fault_changes_no_bit(  # noqa: C901, PLR0912
     if "clip" in calls and not any(g is not None and g.numel() for g in given_):
         return  # which the last test here is about
     optimizer = made(name, weights, form)
-    scaler = started(ls.GradScaler("cpu", init_scale=1.0, allow_fp16=True))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=1.0, allow_fp16=True))
     if warm:  # so that there is state to corrupt
         for weight in weights:
             weight.grad = torch.ones_like(weight)
@@ -130,7 +130,7 @@ def test_a_step_that_saw_a_fault_changes_no_bit(  # noqa: C901, PLR0912
     for weight, gradient in pairs:
         weight.grad = None if gradient is None else gradient.clone()
     sound = all(is_sound(g, scale) for g in given_ if g is not None)
-    before = picture(optimizer)
+    before = snapshot(optimizer)
     if "unscale_" in calls:
         scaler.unscale_(optimizer)
     elif "clip" in calls:
@@ -140,7 +140,7 @@ def test_a_step_that_saw_a_fault_changes_no_bit(  # noqa: C901, PLR0912
     event(f"sound: {sound}")
     assert 2.0**-126 <= scaler.get_scale() < math.inf
     weights_before, state_before = before
-    weights_after, state_after = picture(optimizer)
+    weights_after, state_after = snapshot(optimizer)
     if not sound:
         assert scaler.last_step.skipped
     if scaler.last_step.skipped:
@@ -182,7 +182,7 @@ def test_a_step_that_saw_a_fault_changes_no_bit(  # noqa: C901, PLR0912
 def test_moderate_gradients_never_ruin_weights(pairs, scale, name, form, clip):
     weights = [weight for weight, _ in pairs]
     optimizer = made(name, weights, form)
-    scaler = started(ls.GradScaler("cpu", init_scale=scale))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=scale))
     for _ in range(4):
         for weight, gradient in pairs:
             # Scaled in their own dtype: they may overflow or vanish on the way.
@@ -218,7 +218,9 @@ class Stages(RuleBasedStateMachine):
 
     def same(self, call):
         """Make a call on both sides and compare what comes of it."""
-        torchs, ours = (outcome(lambda side=side: call(*side)) for side in self.sides)
+        torchs, ours = (
+            result_or_error(lambda side=side: call(*side)) for side in self.sides
+        )
         assert torchs == ours
 
     @rule()
@@ -259,7 +261,7 @@ class Stages(RuleBasedStateMachine):
             scaler.load_state_dict(scaler.state_dict())
 
     @invariant()
-    def agree(self):
+    def check_sides(self):
         """Compare stages, flags, scales, weights, momentum and gradients."""
         pictures = []
         for scaler, weights, optimizers in self.sides:
@@ -282,7 +284,7 @@ class Stages(RuleBasedStateMachine):
             ]
             moved = scaler.get_scale(), scaler._get_growth_tracker()
             pictures.append(
-                (received, grads, moved, [picture(one) for one in optimizers])
+                (received, grads, moved, [snapshot(one) for one in optimizers])
             )
         assert pictures[0] == pictures[1]
 
@@ -295,7 +297,7 @@ TestStages.settings = settings(max_examples=150, stateful_step_count=25)
 def test_gradients_without_a_single_number_have_a_norm_of_0(measured):
     weight = torch.nn.Parameter(torch.ones(0, 2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", measure_norm=measured))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", measure_norm=measured))
     weight.grad = torch.ones(0, 2)
     if not measured:
         assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0

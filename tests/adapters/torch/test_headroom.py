@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from helpers.torch_steps import parameter, picture, started  # noqa: E402
+from helpers.torch_steps import init_scale_tensor, parameter, snapshot  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
 from lossscale import Dynamic, Fixed, ScaleState, Signal  # noqa: E402
@@ -38,7 +38,7 @@ def give_huge(weight, value=HUGE):
 
 def warm(optimizer, weight, scale=65536.0):
     """Return a scaler that has taken one step, so that the optimizer has a state."""
-    scaler = started(ls.GradScaler("cpu", init_scale=scale))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=scale))
     weight.grad = torch.ones_like(weight)
     scaler.step(optimizer)
     scaler.update()
@@ -48,7 +48,7 @@ def warm(optimizer, weight, scale=65536.0):
 def check_skipped(scaler, optimizer, before, scale=65536.0):
     """Raise unless the second step has changed nothing and says why."""
     scaler.update()
-    assert before == picture(optimizer)
+    assert before == snapshot(optimizer)
     report = scaler.last_step
     assert (False, "headroom") == (report.applied, report.reason)
     assert (scale, 1) == (scaler.get_scale(), scaler._get_growth_tracker())
@@ -75,7 +75,7 @@ def test_a_gradient_that_cannot_be_squared_is_skipped_on_every_path(path, fused)
     weight, optimizer = problem(fused=fused)
     scaler = warm(optimizer, weight)
     give_huge(weight)
-    before = picture(optimizer)
+    before = snapshot(optimizer)
     PATHS[path](scaler, optimizer)
     check_skipped(scaler, optimizer, before)
 
@@ -86,7 +86,7 @@ def test_every_optimizer_that_squares_keeps_a_finite_state(name, sign):
     weight, optimizer = problem(SQUARING[name])
     scaler = warm(optimizer, weight)
     give_huge(weight, sign * HUGE)
-    before = picture(optimizer)
+    before = snapshot(optimizer)
     scaler.step(optimizer)
     check_skipped(scaler, optimizer, before)
 
@@ -94,7 +94,7 @@ def test_every_optimizer_that_squares_keeps_a_finite_state(name, sign):
 def test_torch_itself_applies_it_and_the_moment_is_infinite():
     weight, optimizer = problem()
     scaler = torch.amp.GradScaler("cpu")
-    started(scaler)
+    init_scale_tensor(scaler)
     give_huge(weight)
     scaler.step(optimizer)
     assert math.inf == optimizer.state[weight]["exp_avg_sq"].max()
@@ -104,7 +104,7 @@ def test_the_tensors_that_were_too_large_are_named():
     weight, other = parameter([1.0, 1.0]), parameter([1.0])
     optimizer = torch.optim.Adam([other, weight])
     names = [("head", weight), ("body", other)]
-    scaler = started(ls.GradScaler("cpu", names=names))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", names=names))
     give_huge(weight)
     other.grad = torch.ones(1)
     scaler.step(optimizer)
@@ -114,7 +114,7 @@ def test_the_tensors_that_were_too_large_are_named():
 
 def test_an_infinity_next_to_it_is_an_overflow_and_lowers_the_scale():
     weight, optimizer = problem()
-    scaler = started(ls.GradScaler("cpu"))
+    scaler = init_scale_tensor(ls.GradScaler("cpu"))
     give_huge(weight)
     weight.grad[0] = math.inf
     scaler.step(optimizer)
@@ -124,7 +124,7 @@ def test_an_infinity_next_to_it_is_an_overflow_and_lowers_the_scale():
 
 def test_what_is_clipped_to_less_is_applied():
     weight, optimizer = problem()
-    scaler = started(ls.GradScaler("cpu"))
+    scaler = init_scale_tensor(ls.GradScaler("cpu"))
     give_huge(weight)
     norm = scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)
@@ -139,7 +139,7 @@ def test_a_norm_beyond_float32_is_no_overflow_of_the_scale(fused):
     weight, optimizer = problem(values=[1.0] * 4, fused=fused)
     scaler = warm(optimizer, weight, scale=1.0)
     weight.grad = torch.full((4,), HUGE)
-    before = picture(optimizer)
+    before = snapshot(optimizer)
     scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)
     check_skipped(scaler, optimizer, before, scale=1.0)
@@ -148,16 +148,16 @@ def test_a_norm_beyond_float32_is_no_overflow_of_the_scale(fused):
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_optimizer_that_only_adds_takes_larger_ones(fused):
     weight, optimizer = problem(torch.optim.SGD, momentum=0.9, fused=fused)
-    scaler = started(ls.GradScaler("cpu"))
+    scaler = init_scale_tensor(ls.GradScaler("cpu"))
     give_huge(weight, 1e30 * 65536)
     scaler.step(optimizer)
     scaler.update()
     assert scaler.last_step.applied
     give_huge(weight, 1e33 * 65536)
-    before = picture(optimizer)
+    before = snapshot(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    assert ("headroom", before) == (scaler.last_step.reason, picture(optimizer))
+    assert ("headroom", before) == (scaler.last_step.reason, snapshot(optimizer))
 
 
 def test_below_1e18_torch_and_ours_take_the_same_step():
@@ -167,18 +167,20 @@ def test_below_1e18_torch_and_ours_take_the_same_step():
         states = []
         for scaler_class in (torch.amp.GradScaler, ls.GradScaler):
             weight, optimizer = problem(cls)
-            scaler = started(scaler_class("cpu"))
+            scaler = init_scale_tensor(scaler_class("cpu"))
             for value in (1.0, 9.9e17, -9.9e17):
                 give_huge(weight, value * 65536)
                 scaler.step(optimizer)
                 scaler.update()
-            states.append(picture(optimizer))
+            states.append(snapshot(optimizer))
         assert states[0] == states[1], name
 
 
 def test_adagrad_never_adds_squares_up_to_infinity():
     weight, optimizer = problem(torch.optim.Adagrad)
-    scaler = started(ls.GradScaler("cpu", init_scale=128.0, max_consecutive_skips=None))
+    scaler = init_scale_tensor(
+        ls.GradScaler("cpu", init_scale=128.0, max_consecutive_skips=None)
+    )
     for _ in range(600):
         give_huge(weight, 1e20)
         scaler.step(optimizer)
@@ -190,7 +192,7 @@ def test_adagrad_never_adds_squares_up_to_infinity():
 def test_the_bound_is_that_of_the_state_of_the_optimizer():
     weight = parameter([1.0, 1.0], torch.float16)
     optimizer = torch.optim.Adam([weight], lr=0.1, eps=1e-4)
-    scaler = started(ls.GradScaler("cpu", init_scale=1.0, allow_fp16=True))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=1.0, allow_fp16=True))
     for value, applied in ((250.0, True), (300.0, False)):
         weight.grad = torch.full_like(weight, value)
         scaler.step(optimizer)
@@ -210,7 +212,7 @@ class NarrowState(torch.optim.SGD):
 def test_a_state_that_turns_out_to_be_narrower_is_checked_from_then_on():
     weight = parameter([1.0, 1.0])
     optimizer = NarrowState([weight], lr=0.1)
-    scaler = started(ls.GradScaler("cpu", init_scale=1.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=1.0))
     reasons = []
     for value in (100.0, 1000.0):
         weight.grad = torch.full_like(weight, value)
@@ -223,8 +225,8 @@ def test_a_state_that_turns_out_to_be_narrower_is_checked_from_then_on():
 
 def test_a_closure_with_such_gradients_is_undone():
     weight, optimizer = problem(torch.optim.LBFGS)
-    scaler = started(ls.GradScaler("cpu"))
-    before = picture(optimizer)
+    scaler = init_scale_tensor(ls.GradScaler("cpu"))
+    before = snapshot(optimizer)
 
     def closure():
         give_huge(weight)
@@ -232,14 +234,14 @@ def test_a_closure_with_such_gradients_is_undone():
 
     scaler.step(optimizer, closure=closure)
     scaler.update()
-    assert before == picture(optimizer)
+    assert before == snapshot(optimizer)
     assert ("headroom", 65536.0) == (scaler.last_step.reason, scaler.get_scale())
 
 
 def test_of_several_optimizers_the_one_that_can_take_it_steps():
     weight, adam = problem()
     other, sgd = problem(torch.optim.SGD)
-    scaler = started(ls.GradScaler("cpu"))
+    scaler = init_scale_tensor(ls.GradScaler("cpu"))
     give_huge(weight)
     other.grad = torch.ones_like(other)
     scaler.step(adam)
@@ -253,7 +255,7 @@ def test_of_several_optimizers_the_one_that_can_take_it_steps():
 def test_step_all_holds_all_back_and_leaves_the_scale():
     weight, adam = problem()
     other, sgd = problem(torch.optim.SGD)
-    scaler = started(ls.GradScaler("cpu"))
+    scaler = init_scale_tensor(ls.GradScaler("cpu"))
     give_huge(weight)
     other.grad = torch.ones_like(other)
     scaler.step_all(adam, sgd)
@@ -264,7 +266,7 @@ def test_step_all_holds_all_back_and_leaves_the_scale():
 
 def test_a_micro_batch_that_is_too_large_is_dropped_and_leaves_the_scale():
     weight, optimizer = problem(torch.optim.Adam)
-    scaler = started(ls.GradScaler("cpu"))
+    scaler = init_scale_tensor(ls.GradScaler("cpu"))
     for value in (1.0, HUGE):
         give_huge(weight, value)
         scaler.accumulate(optimizer)
@@ -280,7 +282,7 @@ def test_a_micro_batch_that_is_too_large_is_dropped_and_leaves_the_scale():
 def test_no_policy_is_moved_by_it(policy):
     weight, optimizer = problem()
     first = ScaleState(65536.0, 7, 0)
-    scaler = started(ls.GradScaler("cpu", policy=policy, state=first))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", policy=policy, state=first))
     before = [value.item() for value in scaler.state]
     give_huge(weight)
     scaler.step(optimizer)
@@ -300,7 +302,7 @@ def test_a_policy_of_ones_own_is_not_moved_and_is_informed():
             return state._replace(scale=state.scale / 2)
 
     weight, optimizer = problem()
-    scaler = started(ls.GradScaler("cpu", policy=Telling()))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", policy=Telling()))
     give_huge(weight)
     scaler.step(optimizer)
     scaler.update()
@@ -313,7 +315,7 @@ def test_a_policy_of_ones_own_is_not_moved_and_is_informed():
 def test_other_dtypes_have_their_own_bounds(dtype):
     weight = parameter([1.0, 1.0], dtype)
     optimizer = torch.optim.Adam([weight], lr=0.1)
-    scaler = started(ls.GradScaler("cpu"))
+    scaler = init_scale_tensor(ls.GradScaler("cpu"))
     real = weight.dtype.to_real() if weight.is_complex() else dtype
     huge = math.sqrt(torch.finfo(real).max) * 65536.0
     for value, applied in ((huge / 8.0, True), (huge, False)):
@@ -328,7 +330,7 @@ def test_other_dtypes_have_their_own_bounds(dtype):
 def test_a_sparse_gradient_is_checked_as_well():
     weight = parameter([[1.0], [1.0]])
     optimizer = torch.optim.SparseAdam([weight])
-    scaler = started(ls.GradScaler("cpu"))
+    scaler = init_scale_tensor(ls.GradScaler("cpu"))
     weight.grad = torch.sparse_coo_tensor(
         torch.tensor([[1]]), torch.tensor([[HUGE]]), (2, 1), check_invariants=True
     )

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from helpers.torch_steps import picture  # noqa: E402
+from helpers.torch_steps import snapshot  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
 
@@ -104,7 +104,7 @@ class Run:
         (weight,) = optimizer.param_groups[0]["params"]
         weight.grad = torch.full_like(weight, factor)
         optimizer.step()
-        return picture(optimizer)
+        return snapshot(optimizer)
 
 
 WAYS = [
@@ -136,7 +136,7 @@ def test_the_same_step_again_is_taken_once_or_refused(path, fused):
         except REFUSED:
             refused += 1
             continue
-        assert right == picture(run.optimizer), at
+        assert right == snapshot(run.optimizer), at
         assert run.scaler.get_scale() in (1024.0, 2048.0)
     assert refused < len(points(path, fused))
 
@@ -163,5 +163,5 @@ def test_a_new_iteration_is_right_or_refused_until_discard(path, fused):
             right = run.expected(5.0)
             run.new_gradients(5.0)
             run.iterate()
-        assert right == picture(run.optimizer), at
+        assert right == snapshot(run.optimizer), at
         assert run.scaler.get_scale() in (1024.0, 2048.0)

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from helpers.torch_steps import parameter, started, step  # noqa: E402
+from helpers.torch_steps import init_scale_tensor, parameter, step  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
 from lossscale import Fixed  # noqa: E402
@@ -112,7 +112,7 @@ def test_a_loss_that_stays_nan_is_looked_for_in_the_forward_pass():
 def test_gradients_that_are_too_large_are_to_be_clipped():
     weight = parameter([1.0])
     optimizer = torch.optim.Adam([weight])
-    scaler = started(ls.GradScaler("cpu", max_consecutive_skips=3))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", max_consecutive_skips=3))
     text = advice(scaler, lambda: step(scaler, optimizer, 3e38, [weight]))
     assert "clip_grad_norm_()" in text
     assert "lower scale" not in text
@@ -120,14 +120,16 @@ def test_gradients_that_are_too_large_are_to_be_clipped():
 
 def test_infinities_at_a_low_scale_are_not_the_scales():
     weight, optimizer = problem()
-    scaler = started(ls.GradScaler("cpu", init_scale=4.0, max_consecutive_skips=3))
+    scaler = init_scale_tensor(
+        ls.GradScaler("cpu", init_scale=4.0, max_consecutive_skips=3)
+    )
     text = advice(scaler, lambda: step(scaler, optimizer, math.inf, [weight]))
     assert "at a scale of 1 or below" in text
 
 
 def test_a_scale_that_cannot_move_is_said_so():
     weight, optimizer = problem()
-    scaler = started(
+    scaler = init_scale_tensor(
         ls.GradScaler("cpu", policy=Fixed(65536.0), max_consecutive_skips=3)
     )
     text = advice(scaler, lambda: step(scaler, optimizer, math.inf, [weight]))
@@ -136,7 +138,7 @@ def test_a_scale_that_cannot_move_is_said_so():
 
 def test_where_the_loss_is_not_known_nothing_is_said_of_it():
     weight, optimizer = problem()
-    scaler = started(ls.GradScaler("cpu", max_consecutive_skips=3))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", max_consecutive_skips=3))
     scaler.update(65536.0)
     text = advice(scaler, lambda: step_without_loss(scaler, optimizer, weight))
     assert "The loss was" not in text
@@ -156,7 +158,9 @@ def test_the_largest_magnitude_is_measured_if_asked_for_and_unscaled_as_the_norm
     other = parameter([1.0])
     optimizer.add_param_group({"params": [other]})
     for asked in (False, True):
-        scaler = started(ls.GradScaler("cpu", init_scale=8.0, measure_amax=asked))
+        scaler = init_scale_tensor(
+            ls.GradScaler("cpu", init_scale=8.0, measure_amax=asked)
+        )
         weight.grad, other.grad = torch.tensor([24.0]), torch.tensor([-32.0])
         scaler.step(optimizer)
         scaler.update()

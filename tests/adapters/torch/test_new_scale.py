@@ -8,9 +8,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from helpers.torch_steps import (  # noqa: E402
     both,
+    init_scale_tensor,
     one_weight,
-    outcome,
-    started,
+    result_or_error,
     step,
 )
 
@@ -20,7 +20,7 @@ from lossscale.errors import SettingError  # noqa: E402
 
 @both
 def test_a_new_scale_replaces_the_rule_and_keeps_the_tracker(cls):
-    scaler = started(cls("cpu", init_scale=4.0))
+    scaler = init_scale_tensor(cls("cpu", init_scale=4.0))
     weight, optimizer = one_weight()
     step(scaler, optimizer, 1.0, [weight])
     for new in (3.0, torch.tensor(5.0), torch.tensor(7.0, dtype=torch.float64)):
@@ -35,7 +35,7 @@ def test_a_new_scale_replaces_the_rule_and_keeps_the_tracker(cls):
 
 @both
 def test_a_new_scale_is_copied(cls):
-    scaler = started(cls("cpu", init_scale=4.0))
+    scaler = init_scale_tensor(cls("cpu", init_scale=4.0))
     new = torch.tensor(8.0)
     scaler.update(new)
     new.fill_(1.0)
@@ -53,26 +53,26 @@ def test_a_new_scale_is_copied(cls):
     ids=["two numbers", "requires_grad", "another device"],
 )
 def test_an_invalid_new_scale_is_refused_in_torchs_words(cls, new):
-    scaler = started(cls("cpu", init_scale=4.0))
+    scaler = init_scale_tensor(cls("cpu", init_scale=4.0))
     text = (
         "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
         "torch.FloatTensor with requires_grad=False."
     )
-    assert (AssertionError, text) == outcome(lambda: scaler.update(new))
+    assert (AssertionError, text) == result_or_error(lambda: scaler.update(new))
     assert scaler.get_scale() == 4.0
 
 
 @both
 def test_an_integer_is_no_new_scale(cls):
-    scaler = started(cls("cpu"))
+    scaler = init_scale_tensor(cls("cpu"))
     with pytest.raises(AttributeError):
         scaler.update(2)
 
 
 @pytest.mark.parametrize("new", [0.0, -1.0, math.inf, math.nan, torch.tensor(0.0)])
 def test_a_new_scale_that_would_corrupt_is_refused_which_torch_does_not_do(new):
-    started(torch.amp.GradScaler("cpu")).update(new)
-    scaler = started(ls.GradScaler("cpu", init_scale=4.0))
+    init_scale_tensor(torch.amp.GradScaler("cpu")).update(new)
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=4.0))
     with pytest.raises(SettingError, match="new_scale"):
         scaler.update(new)
     assert scaler.get_scale() == 4.0

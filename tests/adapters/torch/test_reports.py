@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from helpers.torch_steps import BAD, parameter, started, step  # noqa: E402
+from helpers.torch_steps import BAD, init_scale_tensor, parameter, step  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
 from lossscale.errors import (  # noqa: E402
@@ -25,7 +25,7 @@ def problem(fused=False, lr=1.0):
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_report_says_what_became_of_the_step(fused):
     weight, optimizer = problem(fused)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     assert scaler.last_step is None
     said = []
     for gradient in (1.0, *BAD):
@@ -54,7 +54,9 @@ def test_a_report_says_what_became_of_the_step(fused):
 def test_a_report_can_be_read_later():
     weight, optimizer = problem()
     reports = []
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0, on_step=reports.append))
+    scaler = init_scale_tensor(
+        ls.GradScaler("cpu", init_scale=8.0, on_step=reports.append)
+    )
     for gradient in (math.inf, 1.0, math.nan):
         step(scaler, optimizer, gradient, [weight])
     assert [(1, "inf", 8.0), (2, None, 4.0), (3, "nan", 4.0)] == [
@@ -68,7 +70,7 @@ def test_a_report_can_be_read_later():
 
 def nonfinite_names(scaler, optimizer, parameters, bad):
     """Return the nonfinite_names of a step in which these parameters are bad."""
-    started(scaler)
+    init_scale_tensor(scaler)
     for at, one in enumerate(parameters):
         one.grad = torch.full_like(one, bad.get(at, 1.0))
     scaler.step(optimizer)
@@ -112,7 +114,7 @@ def test_tensors_that_overflowed_are_right_where_some_parameters_have_no_gradien
     weights = [parameter([1.0]) for _ in range(4)]
     names = [(f"w{at}", weight) for at, weight in enumerate(weights)]
     optimizer = torch.optim.SGD(weights, lr=1.0)
-    scaler = started(ls.GradScaler("cpu", names=names))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", names=names))
     for fused in (False, True):
         optimizer = torch.optim.SGD(weights, lr=1.0, fused=fused)
         weights[1].grad, weights[3].grad = torch.ones(1), torch.tensor([math.inf])
@@ -130,7 +132,7 @@ def test_names_and_a_module_exclude_each_other():
 def test_norm_and_amax_are_numbers_where_they_were_measured():
     weight, other = parameter([1.0]), parameter([1.0])
     optimizer = torch.optim.SGD([weight, other], lr=1.0)
-    scaler = started(
+    scaler = init_scale_tensor(
         ls.GradScaler("cpu", init_scale=8.0, measure_norm=True, measure_amax=True)
     )
     weight.grad, other.grad = torch.tensor([24.0]), torch.tensor([-32.0])
@@ -146,7 +148,7 @@ def test_norm_and_amax_are_numbers_where_they_were_measured():
 def test_the_reports_of_several_optimizers_are_one():
     good, first = problem()
     bad, second = problem(fused=True)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0, measure_norm=True))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0, measure_norm=True))
     good.grad, bad.grad = torch.tensor([3.0 * 8]), torch.tensor([4.0 * 8])
     scaler.step(first)
     scaler.step(second)
@@ -216,7 +218,7 @@ def test_torchs_own_way_warns_and_moves_on():
 
 
 def test_schedulers_of_several_optimizers_move_apart():
-    scaler = started(ls.GradScaler("cpu"))
+    scaler = init_scale_tensor(ls.GradScaler("cpu"))
     good, first = problem()
     bad, second = problem()
     schedulers = [
@@ -290,7 +292,7 @@ def test_a_scheduler_that_was_not_asked_for_long_loses_no_step():
 def test_the_gate_is_shut_if_any_optimizer_skipped():
     good, first = problem()
     bad, second = problem()
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     good.grad, bad.grad = torch.tensor([8.0]), torch.tensor([math.inf])
     scaler.step(first)
     scaler.step(second)
@@ -299,7 +301,7 @@ def test_the_gate_is_shut_if_any_optimizer_skipped():
 
 
 def test_several_optimizers_report_the_largest_number_and_the_hardest_clip():
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     first, second = problem(), problem()
     for (weight, optimizer), gradient in ((first, 8.0), (second, 80.0)):
         weight.grad = torch.tensor([gradient])
@@ -324,7 +326,7 @@ def test_a_norm_that_only_one_optimizer_measured_is_none():
                 return super()._unscale_grads_(optimizer, *arguments)
             return {torch.device("cpu"): torch.zeros(())}
 
-    scaler = started(Own("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(Own("cpu", init_scale=8.0))
     first, second = problem(), problem()
     for weight, optimizer in (first, second):
         weight.grad = torch.tensor([8.0])
@@ -334,7 +336,7 @@ def test_a_norm_that_only_one_optimizer_measured_is_none():
 
 
 def test_the_largest_magnitude_is_that_of_all_optimizers():
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0, measure_amax=True))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0, measure_amax=True))
     for gradient in (8.0, 80.0):
         weight, other = parameter([1.0]), parameter([1.0])
         optimizer = torch.optim.SGD([weight, other], lr=1.0)
@@ -394,7 +396,7 @@ def test_names_are_those_of_their_step_however_late_they_are_read(scalars):
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     names = [(f"p{index}", param) for index, param in enumerate(params)]
     optimizer = torch.optim.SGD(params, lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0, names=names))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0, names=names))
     reports = []
     for bad, value in ((1, math.nan), (0, -math.inf), (len(params) - 1, math.inf)):
         for param in params:
@@ -420,7 +422,7 @@ def test_many_small_gradients_of_several_shapes_are_told_apart():
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     names = [(f"p{index}", param) for index, param in enumerate(params)]
     optimizer = torch.optim.SGD(params, lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0, names=names))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0, names=names))
     for param in params:
         param.grad = torch.ones_like(param)
     for index, value in ((7, math.inf), (32, math.nan), (59, -math.inf)):

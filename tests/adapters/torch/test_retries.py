@@ -12,9 +12,9 @@ from collections import defaultdict  # noqa: E402
 from helpers.torch_steps import (  # noqa: E402
     CLASSES,
     both,
+    init_scale_tensor,
     one_weight,
     parameter,
-    started,
 )
 from torch.amp.grad_scaler import (  # noqa: E402
     OptState,
@@ -120,7 +120,7 @@ def test_a_subclass_may_end_the_iteration_by_itself(cls):
 def test_unscaling_after_a_clip_that_was_set_back_divides_once():
     weight, optimizer = fused_adam()
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
-    scaler = started(ls.GradScaler("cpu", init_scale=4.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=4.0))
     weight.grad = torch.full((3,), 4.0)
     scaler.clip_grad_norm_(optimizer, 100.0)
     scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
@@ -134,7 +134,7 @@ def test_unscaling_after_a_clip_that_was_set_back_divides_once():
 def test_an_expanded_gradient_is_an_error_and_moves_nothing(cls, fused):
     weight = parameter([1.0, 1.0, 1.0])
     optimizer = torch.optim.Adam([weight], lr=0.5, fused=fused)
-    scaler = started(cls("cpu"))
+    scaler = init_scale_tensor(cls("cpu"))
     weight.grad = torch.ones(1).expand(3)
     with pytest.raises(RuntimeError, match="more than one element of the written-to"):
         scaler.step(optimizer)
@@ -165,7 +165,7 @@ def test_a_subclass_that_allows_fp16_still_learns_what_dividing_will_do():
 
     weight = parameter([1.0, 1.0])
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
-    scaler = started(Allowing("cpu", init_scale=2.0**-10))
+    scaler = init_scale_tensor(Allowing("cpu", init_scale=2.0**-10))
     weight.grad = torch.full((2,), 2.0**127)
     scaler.step(optimizer)
     scaler.update()
@@ -286,7 +286,7 @@ def test_a_closure_that_raises_leaves_everything_as_it_was():
 
 def test_what_a_graph_would_read_keeps_its_place():
     policy = Dynamic(growth_factor=1.7)  # which is advanced by tensors
-    scaler = started(ls.GradScaler("cpu", policy=policy))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", policy=policy))
     places = [tensor.data_ptr() for tensor in scaler.state]
     scaler.load_state_dict(scaler.state_dict() | {"total_steps": 7, "bad_steps": 0})
     assert places == [tensor.data_ptr() for tensor in scaler.state]

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from helpers.torch_steps import (  # noqa: E402
     CLASSES,
     both,
+    init_scale_tensor,
     one_weight,
-    outcome,
-    started,
+    result_or_error,
     step,
 )
 
@@ -69,7 +69,7 @@ def test_each_class_goes_on_from_the_others_state(source, target, lazy):
     state = moved(CLASSES[source]).state_dict()
     scaler = CLASSES[target]("cpu", init_scale=3.0)
     if not lazy:
-        started(scaler)
+        init_scale_tensor(scaler)
     scaler.load_state_dict(copy.deepcopy(state))
     assert {name: state[name] for name in TORCHS} == {
         name: value for name, value in scaler.state_dict().items() if name in TORCHS
@@ -112,7 +112,7 @@ def test_an_empty_state_is_refused_in_torchs_words(cls):
         "The source state dict is empty, possibly because it was saved "
         "from a disabled instance of GradScaler."
     )
-    found = outcome(lambda: cls("cpu").load_state_dict({}))
+    found = result_or_error(lambda: cls("cpu").load_state_dict({}))
     assert (RuntimeError, text) == found
 
 
@@ -122,7 +122,7 @@ def test_a_missing_entry_is_a_key_error(cls, name):
     state = moved(cls).state_dict()
     del state[name]
     with pytest.raises(KeyError, match=name):
-        started(cls("cpu")).load_state_dict(state)
+        init_scale_tensor(cls("cpu")).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_missing_entry_is_a_key_error(cls, name):
     [{"scale": 0.0}, {"scale": math.nan}, {"scale": -1.0}, {"_growth_tracker": -1}],
 )
 def test_an_invalid_state_is_refused_and_nothing_changes(entries):
-    scaler = started(moved(ls.GradScaler))
+    scaler = init_scale_tensor(moved(ls.GradScaler))
     before = scaler.state_dict()
     with pytest.raises(StateError):
         scaler.load_state_dict({**before, **entries})
@@ -216,13 +216,13 @@ def test_a_disabled_one_is_pickled(cls):
 def test_within_an_iteration_pickling_is_refused_in_torchs_words(cls, call):
     weight, optimizer = one_weight()
     weight.grad = torch.ones(1)
-    scaler = started(cls("cpu"))
+    scaler = init_scale_tensor(cls("cpu"))
     getattr(scaler, call)(optimizer)
     text = (
         "A GradScaler instance may only be pickled at the beginning "
         "of an iteration, or at the end after scaler.update()."
     )
-    assert (AssertionError, text) == outcome(lambda: pickle.dumps(scaler))
+    assert (AssertionError, text) == result_or_error(lambda: pickle.dumps(scaler))
 
 
 def test_a_pickle_keeps_policy_settings_and_counters():
@@ -259,7 +259,7 @@ def test_a_pickle_leaves_out_an_observer_that_cannot_be_pickled():
 @pytest.mark.parametrize("name", OURS[1:])
 @pytest.mark.parametrize("wrong", [2**40, -5, 1.5, None, "x", True])
 def test_an_invalid_counter_is_refused_and_nothing_is_taken(name, wrong):
-    for scaler in (ls.GradScaler("cpu"), started(ls.GradScaler("cpu"))):
+    for scaler in (ls.GradScaler("cpu"), init_scale_tensor(ls.GradScaler("cpu"))):
         before = scaler.state_dict()
         with pytest.raises(StateError, match=name):
             scaler.load_state_dict(before | {"scale": 4.0, name: wrong})

@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from helpers.torch_steps import (  # noqa: E402
     BAD,
     FUSED,
+    init_scale_tensor,
     parameter,
-    picture,
-    started,
+    snapshot,
     step,
 )
 
@@ -30,9 +30,9 @@ def test_all_step_or_none(fused, explicit):
         torch.optim.Adam([weight], lr=1.0, fused=one)
         for weight, one in zip(weights, fused, strict=True)
     ]
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     for bad in (None, 0, 1):
-        before = [picture(optimizer) for optimizer in optimizers]
+        before = [snapshot(optimizer) for optimizer in optimizers]
         for at, weight in enumerate(weights):
             weight.grad = torch.tensor([math.nan if at == bad else 8.0])
         if explicit:
@@ -40,7 +40,7 @@ def test_all_step_or_none(fused, explicit):
         scaler.step_all(*optimizers)
         scaler.update()
         same = [
-            old == picture(optimizer)
+            old == snapshot(optimizer)
             for old, optimizer in zip(before, optimizers, strict=True)
         ]
         assert [bad is not None] * 2 == same
@@ -122,7 +122,7 @@ def test_a_loss_that_is_not_finite_skips_though_its_gradients_are():
 def test_float16_is_refused_with_names_and_two_ways_out():
     module = torch.nn.Linear(1, 1).half()
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    scaler = started(ls.GradScaler("cpu", module=module))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", module=module))
     for one in module.parameters():
         one.grad = torch.ones_like(one)
     with pytest.raises(ValueError, match="Attempting to unscale FP16") as raised:
@@ -139,7 +139,7 @@ def test_narrow_gradients_are_unscaled_with_one_rounding(dtype, scale):
     gradient = (torch.randn(500) * 300).to(dtype)
     weight = torch.nn.Parameter(torch.zeros(500, dtype=dtype))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=scale, allow_fp16=True))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=scale, allow_fp16=True))
     weight.grad = gradient.clone()
     scaler.unscale_(optimizer)
     inverse = np.float32(1.0 / np.float64(np.float32(scale)))
@@ -153,7 +153,7 @@ def test_narrow_gradients_that_unscaling_overflows_are_found(dtype, fused):
     largest = torch.finfo(dtype).max
     weight = parameter([1.0], dtype)
     optimizer = torch.optim.SGD([weight], lr=1e-9, fused=fused)
-    scaler = started(ls.GradScaler("cpu", init_scale=0.5, allow_fp16=True))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=0.5, allow_fp16=True))
     step(scaler, optimizer, largest, [weight])
     assert (1.0, "inf") == (weight.item(), scaler.last_step.reason)
     step(scaler, optimizer, largest / 2**23, [weight])
@@ -166,7 +166,7 @@ def test_complex_parameters_are_unscaled_and_checked(name, bad):
     weight = parameter([1.0 + 2.0j, 3.0], torch.complex64)
     plain = parameter([1.0 + 2.0j, 3.0], torch.complex64)
     optimizer, oracle = FUSED[name]([weight]), FUSED[name]([plain])
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     plain.grad = torch.tensor([1.0 - 2.0j, 0.5j])
     weight.grad = plain.grad * 8.0
     if bad is not None:
@@ -186,7 +186,7 @@ def test_complex_parameters_are_unscaled_and_checked(name, bad):
 def test_a_step_without_gradients_may_count_as_clean(fused):
     weight = parameter([1.0])
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
-    scaler = started(
+    scaler = init_scale_tensor(
         ls.GradScaler(
             "cpu", init_scale=8.0, growth_interval=1, on_no_gradients="ignore"
         )
@@ -206,7 +206,7 @@ def test_a_step_without_gradients_may_count_as_clean(fused):
 
 
 def test_an_update_without_a_step_may_count_as_clean():
-    scaler = started(
+    scaler = init_scale_tensor(
         ls.GradScaler(
             "cpu", init_scale=8.0, growth_interval=1, on_no_gradients="ignore"
         )
@@ -257,7 +257,7 @@ def test_the_float16_that_is_refused_is_the_one_that_is_named():
     weights = [parameter([1.0])] + [parameter([1.0], torch.float16) for _ in range(8)]
     names = [(f"w{at}", weight) for at, weight in enumerate(weights)]
     optimizer = torch.optim.SGD(weights, lr=1.0)
-    scaler = started(ls.GradScaler("cpu", names=names))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", names=names))
     for weight in weights[1:]:  # the first has no gradient
         weight.grad = torch.ones_like(weight)
     with pytest.raises(ValueError, match="of w1, w2, w3, w4, w5, w6 and 2 more are"):
@@ -278,7 +278,7 @@ def test_a_graph_is_kept_for_a_second_penalty_if_that_is_asked():
 def test_a_conjugated_gradient_is_unscaled_where_it_is():
     weight = parameter([1.0 + 1.0j, 2.0], torch.complex64)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     weight.grad = torch.tensor([8.0 + 16.0j, 8.0j]).conj()
     assert weight.grad.is_conj()
     scaler.unscale_(optimizer)

@@ -12,9 +12,9 @@ from helpers.torch_steps import (  # noqa: E402
     CLASSES,
     FUSED,
     both,
+    init_scale_tensor,
     parameter,
-    picture,
-    started,
+    snapshot,
 )
 from torch.amp.grad_scaler import OptState  # noqa: E402
 
@@ -58,7 +58,7 @@ def problem(cls, gradient):
 @both
 @pytest.mark.parametrize(("gradient", "found"), [(1.0, 0.0), (math.inf, 1.0)])
 def test_the_scale_and_the_flag_are_set_for_the_step(cls, gradient, found):
-    scaler = started(cls("cpu", init_scale=4.0))
+    scaler = init_scale_tensor(cls("cpu", init_scale=4.0))
     _, optimizer = problem(Fused, gradient)
     assert scaler.step(optimizer) == "called"
     assert (4.0, found) == tuple(tensor.item() for tensor in optimizer.seen)
@@ -76,7 +76,7 @@ def test_the_scale_and_the_flag_are_set_for_the_step(cls, gradient, found):
 @pytest.mark.parametrize("preset", [None, 3.0])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_divisor_that_was_set_before_divides_as_well(cls, preset, explicit):
-    scaler = started(cls("cpu", init_scale=5.0))
+    scaler = init_scale_tensor(cls("cpu", init_scale=5.0))
     _, optimizer = problem(Fused, 1.0)
     if preset is not None:
         optimizer.grad_scale = torch.tensor(preset)
@@ -94,7 +94,7 @@ def test_a_preset_divisor_reaches_a_real_fused_optimizer():
         one.grad = torch.tensor([15.0])
         optimizer = torch.optim.SGD([one], lr=1.0, fused=True)
         optimizer.grad_scale = torch.tensor(3.0)
-        started(cls("cpu", init_scale=5.0)).step(optimizer)
+        init_scale_tensor(cls("cpu", init_scale=5.0)).step(optimizer)
     assert (0.0, 0.0) == (weight.item(), other.item())
     assert (1.0, 1.0) == (weight.grad.item(), other.grad.item())
 
@@ -104,7 +104,7 @@ def test_the_flag_passed_on_is_exactly_0_or_1(found):
     """Two devices with an infinity each add up to 2 in torch, which skips nothing."""
     devices = [torch.device("cpu"), torch.device("meta")][: len(found)]
     for cls in (Fused, lambda params, lr: torch.optim.SGD(params, lr, fused=True)):
-        scaler = started(ls.GradScaler("cpu", init_scale=4.0))
+        scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=4.0))
         weight, optimizer = problem(cls, 4.0)
         scaler.unscale_(optimizer)
         state = scaler._per_optimizer_states[id(optimizer)]
@@ -122,7 +122,7 @@ def test_the_flag_passed_on_is_exactly_0_or_1(found):
 
 
 def test_torch_hands_over_a_flag_of_2_and_steps():
-    scaler = started(torch.amp.GradScaler("cpu", init_scale=4.0))
+    scaler = init_scale_tensor(torch.amp.GradScaler("cpu", init_scale=4.0))
     weight = parameter([1.0])
     weight.grad = torch.tensor([4.0])
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
@@ -142,7 +142,7 @@ def test_fused_optimizers_take_the_steps_they_take_under_torch(name, explicit):
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(n)) for n in (3, 1, 17)]
         optimizer = FUSED[name](weights, fused=True)
-        scaler = started(cls("cpu", init_scale=2.0**10, growth_interval=2))
+        scaler = init_scale_tensor(cls("cpu", init_scale=2.0**10, growth_interval=2))
         for at in range(8):
             for weight in weights:
                 weight.grad = torch.randn_like(weight) * scaler.get_scale()
@@ -152,7 +152,7 @@ def test_fused_optimizers_take_the_steps_they_take_under_torch(name, explicit):
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
-            pictures.append((picture(optimizer), [w.grad.clone() for w in weights]))
+            pictures.append((snapshot(optimizer), [w.grad.clone() for w in weights]))
     half = len(pictures) // 2
     for torchs, ours in zip(pictures[:half], pictures[half:], strict=True):
         assert torchs[0] == ours[0]
@@ -169,7 +169,7 @@ def test_fused_optimizers_take_the_steps_they_take_under_torch(name, explicit):
 )
 def test_gradients_are_checked_again_if_they_were_only_checked(cls):
     """A check before the last backward pass says nothing about the step."""
-    scaler = started(cls("cpu", init_scale=4.0))
+    scaler = init_scale_tensor(cls("cpu", init_scale=4.0))
     weight = parameter([1.0])
     weight.grad = torch.tensor([4.0])
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
@@ -185,7 +185,7 @@ def test_gradients_are_checked_again_if_they_were_only_checked(cls):
 @both
 @pytest.mark.parametrize("gradient", [8.0, math.inf])
 def test_an_optimizer_that_asks_for_the_scaler_gets_it_with_a_warning(cls, gradient):
-    scaler = started(cls("cpu", init_scale=4.0))
+    scaler = init_scale_tensor(cls("cpu", init_scale=4.0))
     weight, optimizer = problem(Older, gradient)
     text = (
         "GradScaler is going to stop passing itself as a keyword argument to the "
@@ -209,7 +209,7 @@ def test_an_optimizer_that_asks_for_the_scaler_gets_it_with_a_warning(cls, gradi
 
 @both
 def test_the_private_check_returns_a_flag_for_each_device(cls):
-    scaler = started(cls("cpu", init_scale=4.0))
+    scaler = init_scale_tensor(cls("cpu", init_scale=4.0))
     weight, optimizer = problem(torch.optim.SGD, 4.0)
     for gradient, found in ((4.0, 0.0), (math.nan, 1.0)):
         weight.grad = torch.tensor([gradient])
@@ -223,7 +223,7 @@ def test_the_private_check_returns_a_flag_for_each_device(cls):
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 def test_the_private_unscaling_multiplies_and_flags(cls, dtype):
-    scaler = started(cls("cpu"))
+    scaler = init_scale_tensor(cls("cpu"))
     weight = parameter([1.0, 1.0], dtype)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     inverse, zero = torch.tensor(0.25), torch.tensor(0.0)
@@ -249,7 +249,7 @@ def test_a_subclass_that_unscales_itself_is_asked(cls):
     for fused in (False, True):
         weight = parameter([1.0])
         optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
-        scaler = started(Sharded("cpu", init_scale=4.0))
+        scaler = init_scale_tensor(Sharded("cpu", init_scale=4.0))
         for elsewhere, scale in ((0.0, 4.0), (1.0, 2.0)):
             weight.grad = torch.tensor([4.0])
             scaler.elsewhere = elsewhere
@@ -269,7 +269,7 @@ def test_a_subclass_that_steps_itself_is_asked(cls):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
 
     weight, optimizer = problem(torch.optim.SGD, 1.0)
-    scaler = started(Counting("cpu"))
+    scaler = init_scale_tensor(Counting("cpu"))
     scaler.step(optimizer)
     assert (1, True) == (scaler.calls, weight.item() < 1.0)
 
@@ -296,6 +296,6 @@ def test_an_optimizer_without_weak_references_is_stepped():
         weight.grad = torch.tensor([1.0])
         optimizer = Slots()
         optimizer.param_groups = [{"params": [weight]}]
-        scaler = started(cls("cpu"))
+        scaler = init_scale_tensor(cls("cpu"))
         assert scaler.step(optimizer) == "called"
         scaler.update()

@@ -14,9 +14,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from helpers.torch_steps import (  # noqa: E402
     CLASSES,
     FUSED,
+    init_scale_tensor,
     parameter,
-    picture,
-    started,
+    snapshot,
     step,
 )
 
@@ -30,7 +30,7 @@ NORMAL = float(np.finfo(np.float32).tiny)
 def make(cls, **arguments):
     if cls is ls.GradScaler:
         arguments["max_consecutive_skips"] = None
-    return started(cls("cpu", **arguments))
+    return init_scale_tensor(cls("cpu", **arguments))
 
 
 # A scale that collapses
@@ -145,7 +145,7 @@ def test_after_a_skipped_first_step_fused_momentum_starts_as_if_unskipped(
         scaler.step(optimizer)
         scaler.update()
         oracle.step()
-        assert picture(oracle) == picture(optimizer)
+        assert snapshot(oracle) == snapshot(optimizer)
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -197,7 +197,7 @@ def test_growth_never_leaves_float32(factor, arguments):
     scaler = ls.GradScaler("cpu", policy=Dynamic(**numbers, max_scale=LARGEST))
     if arguments:
         scaler = ls.GradScaler("cpu", **numbers)
-    started(scaler)
+    init_scale_tensor(scaler)
     weight = parameter([1.0])
     optimizer = torch.optim.SGD([weight], lr=1.0)
     for _ in range(5):
@@ -271,7 +271,7 @@ def test_a_policy_without_a_floor_of_its_own_stays_safe():
     for policy in (Dynamic(init_scale=2.0**-126), Fixed(2.0**-126)):
         weight = parameter([1.0])
         optimizer = torch.optim.SGD([weight], lr=1.0)
-        scaler = started(
+        scaler = init_scale_tensor(
             ls.GradScaler("cpu", policy=policy, max_consecutive_skips=None)
         )
         for gradient in (1.0, math.nan, 0.0, 3e38):
@@ -286,7 +286,7 @@ def test_a_policy_without_a_floor_of_its_own_stays_safe():
 def test_a_parameter_without_a_gradient_gets_no_momentum():
     weight, other = parameter([1.0]), parameter([1.0])
     optimizer = torch.optim.SGD([weight, other], lr=1.0, momentum=0.9, fused=True)
-    scaler = started(ls.GradScaler("cpu", init_scale=8.0))
+    scaler = init_scale_tensor(ls.GradScaler("cpu", init_scale=8.0))
     weight.grad = torch.tensor([8.0])
     scaler.step(optimizer)
     assert [weight] == list(optimizer.state)

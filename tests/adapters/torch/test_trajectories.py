@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from helpers.torch_steps import BAD, parameter, started  # noqa: E402
+from helpers.torch_steps import BAD, init_scale_tensor, parameter  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
 from lossscale import Dynamic, Fixed, Signal, presets  # noqa: E402
@@ -111,7 +111,7 @@ def test_setters_are_followed_as_torch_follows_them():
             interval = random_.choice((1, 2, 2000))
             for scaler in both:
                 # At or below the tracker, torch would not grow: that is a defect.
-                started(scaler)._growth_tracker.zero_()
+                init_scale_tensor(scaler)._growth_tracker.zero_()
                 scaler.set_growth_factor(growth)
                 scaler.set_backoff_factor(backoff)
                 scaler.set_growth_interval(interval)

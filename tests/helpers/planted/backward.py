@@ -1,5 +1,7 @@
 """Faults that only the backward pass shows: the loss is finite."""
 
+import math
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -214,3 +216,116 @@ def convolution_gradient_overflow():
         return output.float().mean() * 8
 
     return model, autocast_step(model, torch.full((1, 1, 9, 9), 100.0), loss_of)
+
+
+class Amplify(torch.autograd.Function):
+    """Returns a view of what it is given; its backward pass multiplies."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1e9
+
+
+class Pass(torch.autograd.Function):
+    """Returns what it is given; its backward pass multiplies by a NaN."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.nan
+
+
+class Gate(nn.Module):
+    """Does nothing but to apply a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@plant(
+    *("1", "backward", "overflow", "mul"),
+    node="AmplifyBackward",
+    role="input gradient",
+    helps=True,
+    nan=("0", "inf - inf"),
+)
+def custom_function_in_a_module_of_its_own():
+    model = nn.Sequential(nn.Linear(8, 8), Gate(Amplify.apply), nn.Linear(8, 8))
+    return model, autocast_step(model, normal_batch())
+
+
+@plant("1", "backward", "constant", "mul", node="PassBackward", role="input gradient")
+def custom_function_that_returns_its_input():
+    model = nn.Sequential(nn.Linear(8, 8), Gate(Pass.apply), nn.Linear(8, 8))
+    return model, plain_step(model, normal_batch())
+
+
+@plant("1.block.1", "backward", "constant", "mul", node="PassBackward")
+def custom_function_in_a_checkpoint():
+    block = nn.Sequential(nn.Linear(8, 8), Gate(Pass.apply), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), Checkpointed(block, use_reentrant=False))
+    return model, autocast_step(model, normal_batch())
+
+
+def _step_with_a_penalty(model, gradient_of):
+    """Return a step whose loss is made of gradients."""
+
+    def step(scaler):
+        batch = normal_batch().requires_grad_()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(batch).float().mean()
+        (gradient,) = gradient_of(scaler, loss, batch)
+        scaler.scale(loss + gradient.norm(dim=1).pow(2).mean()).backward()
+
+    return model, step
+
+
+def _differentiate_scaled(scaler, loss, batch):
+    gradients = torch.autograd.grad(scaler.scale(loss), batch, create_graph=True)
+    return [gradient / scaler.get_scale() for gradient in gradients]
+
+
+def _differentiate(scaler, loss, batch):
+    if hasattr(scaler, "grad"):
+        return scaler.grad(loss, batch)
+    return _differentiate_scaled(scaler, loss, batch)
+
+
+@plant(None, "backward", "overflow", "to", helps=True, scale=2.0**30)
+def gradient_penalty_at_too_high_a_scale():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    return _step_with_a_penalty(model, _differentiate)
+
+
+@plant(None, "backward", "overflow", "to", helps=True, scale=2.0**30)
+def gradient_penalty_of_the_recipe():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    return _step_with_a_penalty(model, _differentiate_scaled)
+
+
+@plant(
+    *("0", "backward", "changed afterwards", "div"),
+    role="parameter gradient",
+    tensor="0.weight",
+)
+def gradient_divided_by_0_after_the_backward_pass():
+    model = nn.Sequential(nn.Linear(8, 8))
+    step = plain_step(model, normal_batch())
+
+    def step_and_divide(scaler):
+        step(scaler)
+        for param in model.parameters():
+            param.grad.div_(0.0)
+
+    return model, step_and_divide

@@ -30,6 +30,7 @@ class Fault:
     """Module and origin of the first NaN, where it comes later than the cause."""
     node: str | None = None
     micro_batch: int | None = None
+    loss: int | None = None
     scale: float = 65536.0
 
 

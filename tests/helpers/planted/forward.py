@@ -202,6 +202,103 @@ def convolution_overflow():
     return model, autocast_step(model, torch.full((1, 1, 5, 5), 100.0))
 
 
+@plant("1", "forward", "overflow", "convolution", role="output")
+def convolution_overflow_before_a_relu_in_place():
+    model = nn.Sequential(
+        nn.Identity(), nn.Conv2d(1, 2, 3), nn.ReLU(inplace=True), nn.Conv2d(2, 2, 3)
+    )
+    with torch.no_grad():
+        model[1].weight.fill_(1000.0)
+    return model, autocast_step(model, torch.full((1, 1, 7, 7), 100.0))
+
+
+@plant("middle", "forward", "log of 0", "log", role="intermediate")
+def log_of_0_with_a_sum_in_place():
+    model = Block(lambda x: (x * 0).log().mul(2.0).add_(1.0))
+    return model, autocast_step(model, normal_batch())
+
+
+def _add_in_place(x):
+    y = 1.0 * (x * 0 + 12).exp()
+    y += x
+    return y
+
+
+@plant("middle", "forward", "overflow", "exp", role="intermediate")
+def residual_added_in_place_to_an_overflow():
+    model = Block(_add_in_place)
+    to_float16(model)
+    return model, plain_step(model, normal_batch())
+
+
+@plant("middle", "forward", "overflow", "mul", role="output")
+def product_in_place_beyond_float16():
+    model = Block(lambda x: (x * 0 + 10).mul_(1e4))
+    to_float16(model)
+    return model, plain_step(model, normal_batch())
+
+
+@plant("middle", "forward", "division by zero", "rsqrt", nan=("middle", "inf * 0"))
+def batch_norm_in_place_without_epsilon():
+    def normalise(x):
+        x = x.float() * 0 + 1
+        return x.subtract(x.mean(0)).mul_(x.var(0).rsqrt()).add_(1.0)
+
+    model = Block(normalise)
+    return model, autocast_step(model, normal_batch())
+
+
+@plant("middle", "forward", "division by zero", "rsqrt", nan=("middle", "inf * 0"))
+def epsilon_that_float16_rounds_to_0():
+    def normalise(x):
+        x = x * 0
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-8).rsqrt()
+
+    model = Block(normalise)
+    to_float16(model)
+    return model, plain_step(model, normal_batch())
+
+
+@plant("middle", "forward", "constant", "mul", role="output")
+def product_with_a_nan():
+    model = Block(lambda x: x * math.nan)
+    return model, autocast_step(model, normal_batch())
+
+
+@plant("middle", "forward", "constant", "add", role="output", nan=("head", "inf - inf"))
+def sum_with_an_infinity():
+    model = Block(lambda x: x + math.inf)
+    return model, autocast_step(model, normal_batch())
+
+
+def _assign_nan(x):
+    y = x.clone()
+    y[0, 0] = math.nan
+    return y
+
+
+@plant("middle", "given", "constant", None, role="constant")
+def nan_written_to_one_element():
+    model = Block(_assign_nan)
+    return model, autocast_step(model, normal_batch())
+
+
+@plant("middle", "forward", "constant", "masked_fill", nan=("middle", "inf * 0"))
+def masked_scores_without_a_softmax():
+    def attend(x):
+        mask = torch.eye(4, dtype=torch.bool)
+        return (x @ x.T).masked_fill(mask, -math.inf) @ torch.zeros_like(x)
+
+    model = Block(attend)
+    return model, autocast_step(model, normal_batch())
+
+
+@plant("middle", "forward", "overflow", "to", role="intermediate")
+def cast_to_float16_by_hand():
+    model = Block(lambda x: (x * 0 + 1e6).half().float())
+    return model, plain_step(model, normal_batch())
+
+
 @plant("middle", "forward", "too few values", "var", role="intermediate")
 def variance_of_one_element():
     def normalise(x):
@@ -287,6 +384,44 @@ def inf_in_the_batch():
     batch = normal_batch()
     batch[1, 3] = math.inf
     return model, autocast_step(model, batch)
+
+
+@plant("0", "given", "batch", None, role="batch", nan=("0", "inf * 0"))
+def minus_inf_in_the_batch():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    nn.init.zeros_(model[0].weight)
+    batch = normal_batch()
+    batch[1, 2] = -math.inf
+    return model, autocast_step(model, batch)
+
+
+@plant(None, "forward", "log of 0", "log", micro_batch=2)
+def log_of_0_in_the_preprocessing_of_a_micro_batch():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def step(scaler):
+        for factor in (1.0, 1.0, 0.0):
+            features = (normal_batch().abs() * factor).log().abs()
+            autocast_step(model, features)(scaler)
+
+    return model, step
+
+
+@plant("discriminator", "forward", "overflow", "to", role="input", loss=1)
+def second_loss_of_two_networks():
+    model = nn.ModuleDict({"generator": nn.Linear(8, 8)})
+    model["discriminator"] = nn.Linear(8, 1)
+
+    def step(scaler):
+        with torch.autocast("cpu", torch.float16):
+            fake = model["generator"](normal_batch())
+            loss = model["discriminator"](fake).float().mean()
+        scaler.scale(loss).backward()
+        with torch.autocast("cpu", torch.float16):
+            loss = model["discriminator"](1e6 * normal_batch()).float().mean()
+        scaler.scale(loss).backward()
+
+    return model, step
 
 
 @plant("0", "given", "batch", None, role="batch", micro_batch=1)

@@ -8,7 +8,12 @@ originals first and the recorded originals where the pages are silent; every
 difference is a row of the compatibility page.
 """
 
-from lossscale.core.classic.binding import Binding, Cell, EagerBinding, Variable
+from lossscale.core.classic.binding import (
+    Binding,
+    EagerBinding,
+    StateVariables,
+    Variable,
+)
 from lossscale.core.classic.loss_scales import (
     DynamicLossScale,
     FixedLossScale,
@@ -24,7 +29,6 @@ from lossscale.core.classic.optimizer import LossScaleOptimizer
 
 __all__ = [
     "Binding",
-    "Cell",
     "DynamicLossScale",
     "EagerBinding",
     "ExponentialUpdateLossScaleManager",
@@ -33,6 +37,7 @@ __all__ = [
     "LossScale",
     "LossScaleManager",
     "LossScaleOptimizer",
+    "StateVariables",
     "Variable",
     "get",
 ]

@@ -22,7 +22,7 @@ class Variable(NamedTuple):
     """"float32", "int32" or "int64"."""
 
 
-class Cell(Protocol):
+class StateVariables(Protocol):
     """A `ScaleState` kept in a framework's variables."""
 
     def read(self) -> ScaleState:
@@ -41,14 +41,14 @@ class Cell(Protocol):
 class Binding(Protocol):
     """The framework's side of the classic classes."""
 
-    def cell(
+    def create_variables(
         self,
         owner: Any,
         state: ScaleState,
         scale: Variable,
         good: Variable,
         bad: Variable | None,
-    ) -> Cell:
+    ) -> StateVariables:
         """Create the variables of a class, owned (and checkpointed) by `owner`.
 
         Without `bad` there is no such variable, and it reads as 0.

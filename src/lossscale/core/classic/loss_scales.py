@@ -151,7 +151,7 @@ class DynamicLossScale(LossScale):
             min_scale=self._floor,
             max_scale=validation.FLOAT32_MAX,
         )
-        self._cell = self._binding.cell(
+        self._state_variables = self._binding.create_variables(
             self,
             ScaleState(self._initial_loss_scale, 0, 0),
             scale=Variable("current_loss_scale", "float32"),
@@ -181,7 +181,7 @@ class DynamicLossScale(LossScale):
 
     def __call__(self) -> Array:
         """Return the current loss scale as a scalar float32 tensor."""
-        return self._cell.read().scale
+        return self._state_variables.read().scale
 
     def update(self, grads: Any) -> tuple[Any, Array]:
         """Update the loss scale from a nested structure of unscaled gradients.
@@ -204,8 +204,8 @@ class DynamicLossScale(LossScale):
 
         A gradient that is `too_large` leaves it as it is.
         """
-        state = self._binding.update(self._policy, self._cell.read(), signal)
-        return self._cell.assign(state)
+        state = self._binding.update(self._policy, self._state_variables.read(), signal)
+        return self._state_variables.assign(state)
 
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments; a floor only if it is not 1."""
@@ -219,7 +219,7 @@ class DynamicLossScale(LossScale):
     def __repr__(self) -> str:
         """Return the settings and, where it can be read, the current state."""
         fields = self.get_config()
-        state = self._cell.read_for_repr()
+        state = self._state_variables.read_for_repr()
         if state is not None:
             current = {
                 "current_loss_scale": state.scale,

@@ -123,7 +123,7 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
                 f"floor={first!r}, or at_floor='clamp'."
             )
             raise SettingError(message)
-        self._cell = self._binding.cell(
+        self._state_variables = self._binding.create_variables(
             self,
             ScaleState(first, 0, 0),
             scale=Variable("loss_scale", "float32"),
@@ -133,7 +133,7 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
 
     def get_loss_scale(self) -> Array:
         """Return the loss scale as a scalar float32 tensor."""
-        return self._cell.read().scale
+        return self._state_variables.read().scale
 
     def update_loss_scale(self, finite_grads: Any) -> Any:
         """Count the step, and move the loss scale once a threshold is reached.
@@ -156,5 +156,7 @@ class ExponentialUpdateLossScaleManager(LossScaleManager):
 
     def update_from_signal(self, signal: Signal) -> Any:
         """Count a step of which more is known than whether it was finite."""
-        state = self._cell.read()
-        return self._cell.assign(self._binding.update(self._policy, state, signal))
+        state = self._state_variables.read()
+        return self._state_variables.assign(
+            self._binding.update(self._policy, state, signal)
+        )

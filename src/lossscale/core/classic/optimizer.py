@@ -92,7 +92,7 @@ class LossScaleOptimizer:
             **keywords: Anything else that the wrapped optimizer takes.
         """
         scale = self._current()
-        scaled = self._scaled(loss, scale)
+        scaled = self._scale_loss(loss, scale)
         pairs = self._optimizer.compute_gradients(
             scaled, var_list, *arguments, **keywords
         )
@@ -139,8 +139,8 @@ class LossScaleOptimizer:
         """Apply gradients or skip the step, once for all replicas."""
 
         def apply(gradients: list[Any], variables: list[Any]) -> Any:
-            own = self._prepare(list(zip(gradients, variables, strict=True)))
-            return self._optimizer.apply_gradients(own, *arguments, **keywords)
+            pairs = self._prepare(list(zip(gradients, variables, strict=True)))
+            return self._optimizer.apply_gradients(pairs, *arguments, **keywords)
 
         applicable = self._can_be_applied(gradients, variables)
         permitted, update = self._decide(applicable, gradients)
@@ -172,25 +172,25 @@ class LossScaleOptimizer:
         """
         pairs = self.compute_gradients(loss, var_list, **keywords)
         # Only what was given: not every optimizer counts steps or has names.
-        given = {"global_step": global_step, "name": name}
+        options = {"global_step": global_step, "name": name}
         return self.apply_gradients(
-            pairs, **{key: value for key, value in given.items() if value is not None}
+            pairs, **{key: value for key, value in options.items() if value is not None}
         )
 
-    def _find_scale(self, given: Any) -> LossScaleManager | LossScale:
+    def _find_scale(self, loss_scale: Any) -> LossScaleManager | LossScale:
         """Return the scale that was given, or that a number or "dynamic" means."""
-        if isinstance(given, LossScaleManager):
-            return given
+        if isinstance(loss_scale, LossScaleManager):
+            return loss_scale
         try:
-            found = get(given, self._fixed_class, self._dynamic_class)
+            converted = get(loss_scale, self._fixed_class, self._dynamic_class)
         except SettingError:
-            if isinstance(given, (int, float)):
+            if isinstance(loss_scale, (int, float)):
                 raise  # a number that cannot be a scale
-            raise SettingError(_describe_scale(given)) from None
-        if found is None:
+            raise SettingError(_describe_scale(loss_scale)) from None
+        if converted is None:
             message = 'loss_scale cannot be None; pass a number or "dynamic".'
             raise SettingError(message)
-        return found
+        return converted
 
     def _adopt(self, opt: Any) -> None:
         """Keep the optimizer, after every argument was checked."""
@@ -228,7 +228,7 @@ class LossScaleOptimizer:
     def _skip(self, *arguments: Any, **keywords: Any) -> Any:
         """Do what a skipped step does in place of applying: nothing."""
 
-    def _scaled(self, loss: Any, scale: Array) -> Any:
+    def _scale_loss(self, loss: Any, scale: Array) -> Any:
         """Return a loss, or a callable that returns one, times the scale."""
         if callable(loss):
             return lambda: self._binding.scale_loss(loss(), scale)
@@ -302,9 +302,9 @@ class LossScaleOptimizer:
         )
 
 
-def _describe_scale(given: Any) -> str:
+def _describe_scale(loss_scale: Any) -> str:
     """Return the error about something that is no loss scale."""
-    kind = type(given)
+    kind = type(loss_scale)
     library = kind.__module__.partition(".")[0]
     if library == "tensorflow" and kind.__name__ in (
         "DynamicLossScale",
@@ -316,7 +316,7 @@ def _describe_scale(given: Any) -> str:
         )
     return (
         'A loss scale is a manager, a LossScale, a Python number or "dynamic"; got '
-        f"{format_value(given)} ({kind.__name__})."
+        f"{format_value(loss_scale)} ({kind.__name__})."
     )
 
 

@@ -6,7 +6,7 @@
     log_max.py               LogMax              mean and spread of log2 magnitudes
     histogram.py             Histogram           values above an edge
     saturation.py            Saturation          values at the format's maximum
-    overflow_rate.py         OverflowRate        the share of steps that overflowed
+    overflow_rate.py         OverflowRate        the fraction of steps that overflowed
     window_follows_scale.py  WindowFollowsScale  an interval that follows the scale
     rising_floor.py          RisingFloor         a floor that rises on a schedule
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`AutoStart`: find the first scale on the first batch, then follow a rule."""
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from lossscale.core import validation
 from lossscale.core.data_policies.octaves import round_up_to_power
 from lossscale.core.data_policies.rule_based import RuleBased, observe_magnitude
+from lossscale.core.measurements import Measurement
 from lossscale.core.state import Array, Signal, State, Where
 from lossscale.errors import SettingError
 
@@ -22,8 +24,15 @@ class AutoStartState(NamedTuple):
     scale has been found."""
 
 
+class _Prepared:
+    """Computed once; no setting, so no field of the dataclass."""
+
+    _jump: int
+    """Doublings of each jump."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class AutoStart(RuleBased):
+class AutoStart(RuleBased, _Prepared):
     """A dynamic scale whose start is found on the first batch instead of guessed.
 
     ::
@@ -33,9 +42,15 @@ class AutoStart(RuleBased):
         finite:   fits   = largest * 2**-margin / (|largest gradient| / scale)
                   scale' = init_scale / 2**k <= fits, the smallest such k >= 0
 
-    Then `rule` decides alone. A step that overflows at 65,536 is followed by attempts
-    at 4,096, 256, 16 and 1 instead of up to sixteen halvings. Where a framework can
-    compute the same batch again, no batch is lost; elsewhere each attempt costs one.
+    Then `rule` decides alone. The jumps reach 1 with the last try, from any
+    `init_scale`: a step that overflows at 65,536 is followed by attempts at 4,096, 256,
+    16 and 1 instead of up to sixteen halvings, one that overflows at 2**32 by attempts
+    at 2**24, 2**16, 2**8 and 1. Where a framework can compute the same batch again, no
+    batch is lost; elsewhere each attempt costs one.
+
+    Jumps of one size, and not growing ones: where an overflow inside the network is not
+    explained by the gradients, the scale stays where a jump has led, and a large last
+    jump would leave it far too low.
 
     The scale found is never above `init_scale`. It is raised from a lower attempt only
     if the measured gradients explain the overflow above it, that is if they would not
@@ -61,13 +76,12 @@ class AutoStart(RuleBased):
         1024.0
     """
 
-    wants: ClassVar[tuple[str, ...]] = ("amax",)
-
     margin: float = 3.0
     """Doublings between the largest first gradient and the maximum of the format."""
 
-    jump: int = 4
-    """Doublings by which an overflow lowers the scale before the start."""
+    jump: int | None = None
+    """Doublings by which an overflow lowers the scale before the start. By default as
+    many as lead from `init_scale` to 1 in `tries` jumps, and at least 4."""
 
     tries: int = 4
     """How many times it is lowered by so much, before `rule` decides."""
@@ -78,20 +92,29 @@ class AutoStart(RuleBased):
     def __post_init__(self) -> None:
         """Check every setting, and keep it as a plain Python number."""
         super().__post_init__()
-        checked = {
+        checked: dict[str, Any] = {
             "margin": validation.check_between("margin", self.margin, 0, 32),
-            "jump": validation.check_count("jump", self.jump),
             "tries": validation.check_count("tries", self.tries),
             "largest": validation.check_scale("largest", self.largest),
         }
-        if checked["jump"] * checked["tries"] > _MOST_DOUBLINGS:
+        if self.jump is None:
+            to_one = math.log2(self.rule.init_scale) / checked["tries"]
+            jump = max(_LEAST_JUMP, math.ceil(to_one))
+        else:
+            jump = checked["jump"] = validation.check_count("jump", self.jump)
+        if jump * checked["tries"] > _MOST_DOUBLINGS:
             message = (
                 f"jump * tries must be at most {_MOST_DOUBLINGS} doublings, got "
-                f"{self.jump} * {self.tries}."
+                f"{jump} * {checked['tries']}."
             )
             raise SettingError(message)
-        for name, value in checked.items():
+        for name, value in {**checked, "_jump": jump}.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def wants(self) -> tuple[Measurement, ...]:
+        """The measurements that the policy reads besides the flags."""
+        return ("amax",)
 
     def init(self) -> State:
         """Return the first state: no scale has overflowed."""
@@ -112,10 +135,10 @@ class AutoStart(RuleBased):
         """Return the state after a step."""
         ruled = self.follow_rule(state, signal, where)
         starting = self.is_starting(state)
-        found, is_found = self._find(state, ruled, signal, where)
-        down = state.scale * 2.0**-self.jump
+        new_scale, is_found = self._find(state, ruled, signal, where)
+        down = state.scale * 2.0**-self._jump
         jumped = where(down >= self._lowest(), down, ruled.scale)
-        searched = where(signal.finite, found, jumped)
+        searched = where(signal.finite, new_scale, jumped)
         overflowed = where(
             signal.finite, where(is_found, 0.0, state.overflowed), state.scale
         )
@@ -135,27 +158,29 @@ class AutoStart(RuleBased):
         scale = state.scale
         if signal.amax is None:
             return ruled.scale, scale > 0.0
-        seen = observe_magnitude(signal, scale, 0.0, where)
+        magnitude = observe_magnitude(signal, scale, 0.0, where)
         limit = validation.as_float32(self.largest * 2.0**-self.margin)
         first = validation.as_float32(self.rule.init_scale)
         # Times a reciprocal: compilers replace a division by a constant themselves.
-        use = seen * first * validation.as_float32(1.0 / limit)
+        use = magnitude * first * validation.as_float32(1.0 / limit)
         use = where(use >= 1.0, where(use <= 2.0**126, use, 2.0**126), 1.0)
         fits = first / round_up_to_power(use, where)
         lowest = self.rule.settings.min_scale
         fits = where(fits >= lowest, fits, lowest)
-        top = validation.as_float32(self.largest)
-        is_explained = seen * state.overflowed > top
-        is_exhausted = state.overflowed * 2.0**-self.jump < self._lowest()
+        largest = validation.as_float32(self.largest)
+        is_explained = magnitude * state.overflowed > largest
+        is_exhausted = state.overflowed * 2.0**-self._jump < self._lowest()
         raised = where(is_explained, fits, where(is_exhausted, fits, scale))
-        found = where(fits <= scale, fits, raised)
-        return where(seen > 0.0, found, ruled.scale), seen > 0.0
+        new_scale = where(fits <= scale, fits, raised)
+        return where(magnitude > 0.0, new_scale, ruled.scale), magnitude > 0.0
 
     def _lowest(self) -> float:
         """Return the scale below which no jump leads."""
-        lowest = self.rule.init_scale * 2.0 ** -(self.jump * self.tries)
+        lowest = self.rule.init_scale * 2.0 ** -(self._jump * self.tries)
         return validation.as_float32(max(lowest, self.rule.min_scale))
 
+
+_LEAST_JUMP = 4
 
 _MOST_DOUBLINGS = 252
 """From the highest scale to the lowest."""

@@ -2,11 +2,12 @@
 """`Headroom`: the scale that the largest recent gradient allows, less a margin."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from lossscale.core import validation
 from lossscale.core.data_policies.octaves import round_up_to_power
 from lossscale.core.data_policies.rule_based import RuleBased, observe_magnitude
+from lossscale.core.measurements import Measurement
 from lossscale.core.state import Array, Signal, State, Where
 
 
@@ -56,8 +57,6 @@ class Headroom(RuleBased):
         (2048.0, 1, 0)
     """
 
-    wants: ClassVar[tuple[str, ...]] = ("amax",)
-
     margin: float = 3.0
     """Doublings between the largest recent gradient and the maximum of the format."""
 
@@ -78,6 +77,11 @@ class Headroom(RuleBased):
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def wants(self) -> tuple[Measurement, ...]:
+        """The measurements that the policy reads besides the flags."""
+        return ("amax",)
+
     def init(self) -> State:
         """Return the first state: nothing seen."""
         return HeadroomState(*self.rule.init(), 0.0, 0.0, 0.0)
@@ -89,13 +93,15 @@ class Headroom(RuleBased):
             after = state._replace(**ruled._asdict())
             return self.keep_if_loss_nonfinite(state, after, signal, where)
         limit = validation.as_float32(self.largest * 2.0**-self.margin)
-        seen = observe_magnitude(signal, state.scale, limit / ruled.scale, where)
-        peak = where(seen > state.peak, seen, state.peak)
-        top = where(peak > state.last_peak, peak, state.last_peak)
+        magnitude = observe_magnitude(signal, state.scale, limit / ruled.scale, where)
+        peak = where(magnitude > state.peak, magnitude, state.peak)
+        amax = where(peak > state.last_peak, peak, state.last_peak)
         age = state.age + 1.0
         full = age >= self.window
         after = HeadroomState(
-            where(signal.finite, self._move(state, ruled, top, limit, where), ruled[0]),
+            where(
+                signal.finite, self._move(state, ruled, amax, limit, where), ruled[0]
+            ),
             ruled.good_steps,
             ruled.bad_steps,
             where(full, 0.0, peak),
@@ -105,12 +111,12 @@ class Headroom(RuleBased):
         return self.keep_if_loss_nonfinite(state, after, signal, where)
 
     def _move(
-        self, state: State, ruled: State, top: Array, limit: float, where: Where
+        self, state: State, ruled: State, amax: Array, limit: float, where: Where
     ) -> Array:
         """Return the scale after a finite step."""
         scale = state.scale
         # Times a reciprocal: compilers replace a division by a constant themselves.
-        use = scale * top * validation.as_float32(1.0 / limit)
+        use = scale * amax * validation.as_float32(1.0 / limit)
         use = where(use <= 2.0**126, use, 2.0**126)
         fits_twice = use * 2.0 <= 1.0
         lowered = self.lower_scale(
@@ -118,4 +124,4 @@ class Headroom(RuleBased):
         )
         raised = self.raise_scale(scale, 2.0, where)
         moved = where(use > 1.0, lowered, where(fits_twice, raised, scale))
-        return where(top > 0.0, moved, ruled.scale)
+        return where(amax > 0.0, moved, ruled.scale)

@@ -2,10 +2,11 @@
 """`Histogram`: lower the scale when values pass an edge, raise it when none do."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from lossscale.core import validation
 from lossscale.core.data_policies.rule_based import RuleBased, is_above_edge
+from lossscale.core.measurements import AboveEdge, Measurement
 from lossscale.core.state import Array, Signal, State, Where
 
 
@@ -49,8 +50,6 @@ class Histogram(RuleBased):
         32768.0
     """
 
-    wants: ClassVar[tuple[str, ...]] = ("amax",)
-
     edge: float = 0.125 * 65504.0
     """The magnitude, still scaled, above which a value counts."""
 
@@ -70,6 +69,11 @@ class Histogram(RuleBased):
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def wants(self) -> tuple[Measurement, ...]:
+        """The measurements that the policy reads besides the flags."""
+        return ("amax", AboveEdge(self.edge))
 
     def init(self) -> State:
         """Return the first state: nothing seen."""

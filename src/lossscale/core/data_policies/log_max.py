@@ -3,7 +3,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from lossscale.core import validation
 from lossscale.core.data_policies.octaves import exp2_floor, log2, square_root
@@ -12,6 +12,7 @@ from lossscale.core.data_policies.rule_based import (
     RuleBased,
     observe_magnitude,
 )
+from lossscale.core.measurements import Measurement
 from lossscale.core.state import Array, Signal, State, Where
 
 
@@ -66,8 +67,6 @@ class LogMax(RuleBased):
         8192.0
     """
 
-    wants: ClassVar[tuple[str, ...]] = ("amax",)
-
     deviations: float = 3.09
     """Standard deviations above the mean that must fit: 3.09 is the 99.9 % quantile of
     a normal distribution."""
@@ -95,6 +94,11 @@ class LogMax(RuleBased):
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def wants(self) -> tuple[Measurement, ...]:
+        """The measurements that the policy reads besides the flags."""
+        return ("amax",)
+
     def init(self) -> State:
         """Return the first state: nothing seen, a spread of one octave."""
         return LogMaxState(*self.rule.init(), 0.0, 0.0, 1.0, 0.0)
@@ -107,53 +111,53 @@ class LogMax(RuleBased):
             after = state._replace(**ruled._asdict())
             return self.keep_if_loss_nonfinite(state, after, signal, where)
         beyond = 2.0 * self.largest / state.scale
-        known = observe_magnitude(signal, state.scale, beyond, where)
-        mean, slow_mean, variance, seen = self._observe(state, known, where)
+        magnitude = observe_magnitude(signal, state.scale, beyond, where)
+        mean, slow_mean, variance, count = self._observe(state, magnitude, where)
         spread = square_root(variance, where) * self.deviations
         spread = where(spread >= 0.0, spread, 0.0)
-        wanted = exp2_floor(math.log2(self.largest) - (mean + spread), where)
-        wanted = where(seen > 0.0, wanted, state.scale)
+        target = exp2_floor(math.log2(self.largest) - (mean + spread), where)
+        target = where(count > 0.0, target, state.scale)
         after = LogMaxState(
-            self._move(state, ruled, wanted, signal, where),
+            self._move(state, ruled, target, signal, where),
             ruled.good_steps,
             ruled.bad_steps,
             mean,
             slow_mean,
             variance,
-            seen,
+            count,
         )
         return self.keep_if_loss_nonfinite(state, after, signal, where)
 
     def _observe(
-        self, state: State, known: Array, where: Where
+        self, state: State, magnitude: Array, where: Where
     ) -> tuple[Array, Array, Array, Array]:
         """Return the moments with one more magnitude; as they are if it is 0."""
-        x = log2(where(known > 0.0, known, 1.0), where)
+        x = log2(where(magnitude > 0.0, magnitude, 1.0), where)
         slow_window = 10.0 * self.window
-        seen = state.seen + 1.0
-        seen = where(seen <= slow_window, seen, slow_window)
-        weight = where(seen <= self.window, seen, float(self.window))
+        count = state.seen + 1.0
+        count = where(count <= slow_window, count, slow_window)
+        weight = where(count <= self.window, count, float(self.window))
         mean = state.mean + (x - state.mean) / weight
-        slow_mean = state.slow_mean + (x - state.slow_mean) / seen
+        slow_mean = state.slow_mean + (x - state.slow_mean) / count
         square = (x - state.slow_mean) * (x - slow_mean)
         square = where(square >= 0.0, square, 0.0)
-        variance = state.variance + (square - state.variance) / (seen + 1.0)
-        new = mean, slow_mean, variance, seen
+        variance = state.variance + (square - state.variance) / (count + 1.0)
+        new_values = mean, slow_mean, variance, count
         return tuple(
-            where(known > 0.0, one, other)
-            for one, other in zip(new, state[3:], strict=True)
+            where(magnitude > 0.0, new_value, old_value)
+            for new_value, old_value in zip(new_values, state[3:], strict=True)
         )
 
     def _move(
-        self, state: State, ruled: State, wanted: Array, signal: Signal, where: Where
+        self, state: State, ruled: State, target: Array, signal: Signal, where: Where
     ) -> Array:
         """Return the scale after a step: towards the one that is wanted."""
         scale, settings = state.scale, self.rule.settings
-        wanted = where(wanted >= settings.min_scale, wanted, settings.min_scale)
+        target = where(target >= settings.min_scale, target, settings.min_scale)
         raised = self.raise_scale(scale, 2.0, where)
         raised = where(ruled.good_steps >= self.patience, raised, scale)
         moved = where(
-            wanted < scale, wanted, where(wanted >= scale * 2.0, raised, scale)
+            target < scale, target, where(target >= scale * 2.0, raised, scale)
         )
-        lower = where(wanted < ruled.scale, wanted, ruled.scale)
+        lower = where(target < ruled.scale, target, ruled.scale)
         return where(signal.finite, moved, lower)

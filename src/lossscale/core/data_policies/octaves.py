@@ -30,14 +30,14 @@ def log2(value: Array, where: Where) -> Array:
 
 def exp2_floor(exponent: Array, where: Where) -> Array:
     """Return 2**floor(exponent), held within 2**-126 and 2**127."""
-    rest = exponent + 126.0
-    power = fill_like(rest, 2.0**-126, where)
-    rest = where(rest >= 0.0, rest, 0.0)
-    rest = where(rest <= _MOST, rest, _MOST)
+    remainder = exponent + 126.0
+    power = fill_like(remainder, 2.0**-126, where)
+    remainder = where(remainder >= 0.0, remainder, 0.0)
+    remainder = where(remainder <= _MOST, remainder, _MOST)
     for step in (126, *_POWERS):
-        fits = rest >= step
+        fits = remainder >= step
         power = where(fits, power * 2.0**step, power)
-        rest = where(fits, rest - step, rest)
+        remainder = where(fits, remainder - step, remainder)
     return power
 
 

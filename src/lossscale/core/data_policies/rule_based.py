@@ -2,8 +2,9 @@
 """What the data policies share: the rule that they fall back to, and its bounds."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
+from lossscale.core.measurements import Measurement
 from lossscale.core.policies import Dynamic
 from lossscale.core.rule import transition
 from lossscale.core.state import Array, ScaleState, Signal, State, Where
@@ -18,9 +19,6 @@ NEVER = 2**31 - 2
 class RuleBased:
     """A policy that holds a `Dynamic` and follows it where it knows nothing better."""
 
-    wants: ClassVar[tuple[str, ...]] = ()
-    """The fields of a `Signal` that the policy reads besides the flags."""
-
     rule: Dynamic = field(default_factory=Dynamic)
     """Where the scale starts, its bounds, and what an overflow does to it."""
 
@@ -29,6 +27,11 @@ class RuleBased:
         if not isinstance(self.rule, Dynamic):
             message = f"rule must be a Dynamic, got {format_value(self.rule)}."
             raise SettingTypeError(message)
+
+    @property
+    def wants(self) -> tuple[Measurement, ...]:
+        """The measurements that the policy reads besides the flags."""
+        return ()
 
     @property
     def hold_on_nonfinite_loss(self) -> bool:
@@ -92,9 +95,9 @@ def observe_magnitude(
         at_overflow: What an overflow counts as.
         where: The framework's select.
     """
-    seen = where(signal.finite, signal.amax / scale, at_overflow)
-    seen = where(seen <= _LARGEST_SEEN, seen, _LARGEST_SEEN)
-    return where(seen >= SMALLEST_NORMAL, seen, 0.0)
+    magnitude = where(signal.finite, signal.amax / scale, at_overflow)
+    magnitude = where(magnitude <= _LARGEST_SEEN, magnitude, _LARGEST_SEEN)
+    return where(magnitude >= SMALLEST_NORMAL, magnitude, 0.0)
 
 
 _LARGEST_SEEN = 2.0**126

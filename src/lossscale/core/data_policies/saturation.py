@@ -2,10 +2,10 @@
 """`Saturation`: lower the scale when values reach the maximum, else raise it slowly."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from lossscale.core import validation
 from lossscale.core.data_policies.rule_based import RuleBased, is_above_edge
+from lossscale.core.measurements import AboveEdge, Measurement
 from lossscale.core.state import Signal, State, Where
 
 
@@ -38,8 +38,6 @@ class Saturation(RuleBased):
         32768.0
     """
 
-    wants: ClassVar[tuple[str, ...]] = ("amax",)
-
     edge: float = 32752.0
     """The magnitude, still scaled, from which on a value counts as saturated."""
 
@@ -59,6 +57,11 @@ class Saturation(RuleBased):
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def wants(self) -> tuple[Measurement, ...]:
+        """The measurements that the policy reads besides the flags."""
+        return ("amax", AboveEdge(self.edge, inclusive=True))
 
     def init(self) -> State:
         """Return the first state."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations that were evaluated, and the way back to the first that failed.
+"""Operations that were evaluated one by one, and what is said of them.
 
-Frameworks whose operations are evaluated one by one fill it in. Imports the core only.
+Frameworks that evaluate a program this way fill it in. Imports the core only.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lossscale.core.explanation.findings import Finding
+from lossscale.core.explanation.kinds import Kind
 from lossscale.core.explanation.origins import Origin
 from lossscale.core.headroom import LARGEST
 
@@ -24,21 +25,6 @@ class Place(NamedTuple):
     module_type: str | None = None
     line: str | None = None
     """The line of the user's code, such as "model.py:12"."""
-
-
-class Kind(NamedTuple):
-    """What a tensor has that is not finite."""
-
-    nan: bool
-    plus: bool
-    """Whether it has +inf."""
-    minus: bool
-    """Whether it has -inf."""
-
-    @property
-    def is_mask(self) -> bool:
-        """Whether it has -inf only, as the masks of attention have on purpose."""
-        return self.minus and not self.plus and not self.nan
 
 
 @dataclass(eq=False)
@@ -59,6 +45,9 @@ class Node:
     origin: Origin | None = None
     """What the operation did, where the result is worse than what it read."""
     magnitude: float | None = None
+    lost_epsilon: float | None = None
+    """A number that was added to its result, or to what that is made of, and that is 0
+    in the format; 0 if it is not known which."""
     argument: str | None = None
     """The name of the argument, if it is one."""
     is_parameter: bool = False
@@ -74,49 +63,6 @@ def mark_forward(loss: Node | None) -> None:
         if not node.forward:
             node.forward = True
             waiting += [parent for parent in node.parents if not parent.forward]
-
-
-def find_causes(results: Iterable[Node]) -> tuple[Node | None, Node | None]:
-    """Return where results first left their format, and where a NaN was made of it.
-
-    Only what reaches one of the results counts: the -inf of a mask that a softmax has
-    turned into zeros is not seen.
-
-    Args:
-        results: The results that are not finite.
-    """
-    makers = sorted(
-        (node for node in _list_ancestors(results) if node.origin is not None),
-        key=_index,
-    )
-    faults = [node for node in makers if not _is_mask(node)] or makers
-    if not faults:
-        return None, None
-    first = faults[0]
-    if first.kind is not None and first.kind.nan:
-        return first, None
-    of_nan = (node for node in makers if node.kind is not None and node.kind.nan)
-    return first, next((node for node in of_nan if node.index > first.index), None)
-
-
-def _list_ancestors(results: Iterable[Node]) -> set[Node]:
-    seen: set[Node] = set()
-    waiting = list(results)
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += node.bad_parents
-    return seen
-
-
-def _index(node: Node) -> int:
-    return node.index
-
-
-def _is_mask(node: Node) -> bool:
-    """Whether it is a constant of -inf, which masks have on purpose."""
-    return node.origin == "constant" and node.kind is not None and node.kind.is_mask
 
 
 def make_finding(
@@ -148,12 +94,18 @@ def make_finding(
         "operation": node.operation,
         "magnitude": node.magnitude,
         "largest": LARGEST_OF.get(node.dtype or ""),
+        "lost_epsilon": node.lost_epsilon,
     }
     if node.forward:
         role: Any = "loss" if loss is node else "intermediate"
         return Finding(direction="forward", role=role, **values)
     role = "intermediate gradient" if name is None else "parameter gradient"
     return Finding(direction="backward", role=role, **values)
+
+
+def has_modules(nodes: Iterable[Node]) -> bool:
+    """Whether operations were in named modules: a plain function has none."""
+    return any(node.place.module is not None for node in nodes)
 
 
 def find_bracket(gradients: Mapping[str, Node]) -> tuple[str | None, str | None]:

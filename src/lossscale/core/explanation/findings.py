@@ -18,6 +18,7 @@ Role: TypeAlias = Literal[
     "batch",
     "parameter",
     "buffer",
+    "constant",
     "input",
     "output",
     "intermediate",
@@ -51,7 +52,7 @@ class Finding:
         2.0
         >>> print(found)
         the output of mlp.up (Linear) in the forward pass is infinite: addmm gave a \
-result beyond the largest number of its format: 1.31e+05, 2.0 times the largest \
+result beyond the largest number of its format: 131,008, 2.0 times the largest \
 float16 number
     """
 
@@ -80,6 +81,14 @@ float16 number
     """The line of the user's code that ran the operation, as "file.py:12"."""
     micro_batch: int | None = None
     """Which of several micro-batches it was in, from 0; `None` if there was one."""
+    loss: int | None = None
+    """Which of several losses of one batch it belongs to, from 0, in the order in which
+    they were scaled; `None` if there was one."""
+    lost_epsilon: float | None = None
+    """A number that was added against this, and that the format rounds to 0; 0 if it is
+    not known which."""
+    has_model: bool = True
+    """Whether there is a model of modules; a plain function of JAX has none."""
 
     @property
     def ratio(self) -> float | None:
@@ -147,14 +156,33 @@ explain.
         return max((trial.scale for trial in self.trials if trial.finite), default=None)
 
     @property
+    def may_depend_on_scale(self) -> bool:
+        """Whether lower scales are worth a try: a gradient failed before the loss did.
+
+        The gradients that a gradient penalty is made of fail before their loss.
+        """
+        is_of_gradients = self.first is not None and self.first.direction == "backward"
+        return not self.finite and (self.loss_finite is not False or is_of_gradients)
+
+    @property
+    def is_backward_overflow(self) -> bool:
+        """Whether it was a gradient that first left its format, by its size."""
+        first = self.first
+        return first is not None and (first.origin, first.direction) == (
+            "overflow",
+            "backward",
+        )
+
+    @property
     def lower_scale_helps(self) -> bool | None:
         """Whether a lower scale gives finite gradients; `None` if it is not known.
 
-        No scale helps if the loss is not finite before it is scaled.
+        No scale helps if the loss is not finite before it is scaled, unless it is made
+        of gradients that were not.
         """
         if self.finite:
             return None
-        if self.loss_finite is False:
+        if not self.may_depend_on_scale:
             return False
         if not self.trials:
             return None

@@ -27,6 +27,7 @@ Origin: TypeAlias = Literal[
     "parameter",
     "buffer",
     "another rank",
+    "changed afterwards",
     "unknown",
 ]
 """How a number that is not finite came about."""
@@ -47,14 +48,20 @@ WORDS: dict[str, str] = {
     "outside the domain": "was given a number outside its domain",
     "too few values": "had too few values to compute it from",
     "row of -inf": "was given a row in which every number is -inf",
-    "constant": "wrote a constant that is not finite",
+    "constant": "used a constant that is not finite",
     "batch": "was so before the model read it",
     "parameter": "was so before the batch was run",
     "buffer": "was so before the batch was run",
     "another rank": "arrived from another rank",
+    "changed afterwards": (
+        "was finite when the backward pass made it, and was changed after that by a "
+        "hook or by the step's own code"
+    ),
     "unknown": "gave a result that is not finite",
 }
 """What an operation did, for a sentence whose subject it is."""
 
-GIVEN: frozenset[str] = frozenset({"batch", "parameter", "buffer", "another rank"})
+GIVEN: frozenset[str] = frozenset(
+    {"batch", "parameter", "buffer", "another rank", "changed afterwards"}
+)
 """Origins outside the operations that were run: no operation is to blame."""

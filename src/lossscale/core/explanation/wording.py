@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sentences of an explanation. Nothing is said that the data does not show."""
 
+import math
+
 from lossscale.core.explanation.findings import Explanation, Finding
+from lossscale.core.explanation.numbers import format_number
 from lossscale.core.explanation.origins import GIVEN, WORDS
 
 _ROLES = {
     "batch": "a tensor of the batch",
     "parameter": "a parameter",
     "buffer": "a buffer",
+    "constant": "a constant",
     "input": "an input",
     "output": "the output",
     "intermediate": "an intermediate result",
@@ -34,7 +38,12 @@ def describe_finding(found: Finding) -> str:
     kind = "NaN" if found.is_nan else "infinite"
     text = f"{_describe_tensor(found)}{_describe_pass(found)} is {kind}"
     if found.origin in GIVEN:
-        return f"{text}; it {WORDS[found.origin]}{_describe_micro_batch(found)}"
+        return (
+            f"{text}; it {WORDS[found.origin]}{_describe_change(found)}"
+            f"{_describe_micro_batch(found)}"
+        )
+    if found.role == "constant":
+        return f"{text}{_describe_line(found)}{_describe_micro_batch(found)}"
     operation = found.operation or "an operation"
     if found.node is not None and found.direction == "backward":
         operation = f"{operation} (of {found.node})"
@@ -49,25 +58,78 @@ def advise(seen: Explanation) -> str:
     found = seen.first or seen.first_nan
     if seen.finite or found is None:
         return ""
-    if found.origin not in GIVEN and seen.lower_scale_helps:
-        return f"Lower the scale to {seen.helping_scale:g} or below."
+    is_given = found.origin in GIVEN and found.origin != "another rank"
+    if seen.helping_scale is not None and not is_given:
+        return f"Lower the scale to {format_number(seen.helping_scale)} or below."
+    if seen.is_backward_overflow:
+        return _advise_on_gradients(seen)
     return _advise_against(found)
+
+
+def _advise_on_gradients(seen: Explanation) -> str:
+    """Return what helps against a gradient that overflows."""
+    if not seen.trials:
+        return "The scale is probably too high."
+    return (
+        "The gradients do not fit at any scale that was tried: make the loss smaller "
+        "(a mean in place of a sum), or compute what they pass through in float32 or "
+        "bfloat16."
+    )
 
 
 def _advise_against(found: Finding) -> str:
     """Return what helps against a cause that is not the scale."""
-    if found.origin == "overflow" and found.dtype == "float16":
+    if found.origin in ("overflow", "inf - inf") and found.dtype == "float16":
         what = "weights" if found.role == "parameter" else "inputs"
         return (
             f"Compute {_name_place(found)} in float32 or bfloat16, or make its {what} "
             "smaller."
         )
+    if found.lost_epsilon is not None:
+        return _advise_on_epsilon(found, found.lost_epsilon)
+    if found.origin in _DIVISIONS:
+        return _advise_on_division(found)
+    return _ADVICE.get(found.origin, "")
+
+
+def _advise_on_epsilon(found: Finding, epsilon: float) -> str:
+    """Return what helps if what was added against this is 0 in the format."""
+    number = f"{epsilon:g}".replace("e-0", "e-") if epsilon else "number"
+    smallest = _SMALLEST.get(found.dtype or "", "larger")
+    return (
+        f"The {number} that is added against this is 0 in {found.dtype}, whose "
+        f"smallest number is {smallest}: add a larger one, or compute this in float32."
+    )
+
+
+def _advise_on_division(found: Finding) -> str:
+    """Return what helps against a division by 0."""
+    operation = found.operation or ""
+    if operation.startswith("nll_loss"):
+        return (
+            "Every target of the batch is ignored: skip such a batch, or divide a sum "
+            "by max(count, 1) in place of the mean."
+        )
+    names = f"{operation} {found.module_type or ''}".lower()
+    if found.direction == "forward" and _is_norm(names):
+        return "Set the norm's eps above 0."
     if found.node is not None and found.node.startswith("Sqrt"):
         return (
             "The derivative of a root at 0 is infinite: add a small number under the "
             "root."
         )
-    return _ADVICE.get(found.origin, "")
+    return "Add a small number to the divisor, or clamp it."
+
+
+def _is_norm(names: str) -> bool:
+    """Whether an operation or a layer is a norm, by their names."""
+    return any(name in names for name in ("norm", "normalization"))
+
+
+_DIVISIONS = ("division by zero", "0 / 0")
+
+_SMALLEST = {"float16": "6e-8", "bfloat16": "9e-41", "float32": "1.4e-45"}
+"""The smallest positive number of a format, subnormal ones included."""
 
 
 _ADVICE = {
@@ -79,8 +141,7 @@ _ADVICE = {
         "The buffer is damaged: go back to a checkpoint in which it is finite, or "
         "reset it."
     ),
-    "division by zero": "Add a small number to the divisor, or clamp it.",
-    "0 / 0": "Add a small number to the divisor, or clamp it.",
+    "constant": "Use a finite number in place of the constant.",
     "log of 0": "Clamp the argument to a small positive number, or use log_softmax.",
     "log of a negative number": "Clamp the argument to a small positive number.",
     "root of a negative number": "Clamp the argument to 0 or above.",
@@ -100,8 +161,8 @@ def _sentences(seen: Explanation) -> list[str]:
     """Return what is said of one rank."""
     if seen.finite and seen.first is None:
         text = (
-            f"At a scale of {seen.scale:g} the loss and all gradients were finite: "
-            "there is nothing to explain."
+            f"At a scale of {format_number(seen.scale)} the loss and all gradients "
+            "were finite: there is nothing to explain."
         )
         return [text, *seen.notes]
     sentences = [_describe_loss(seen)]
@@ -118,7 +179,7 @@ def _sentences(seen: Explanation) -> list[str]:
 
 def _describe_loss(seen: Explanation) -> str:
     """Return what became of the loss."""
-    start = f"At a scale of {seen.scale:g}"
+    start = f"At a scale of {format_number(seen.scale)}"
     if seen.loss_finite is None:
         return f"{start} a gradient was not finite."
     if seen.loss_finite:
@@ -136,9 +197,9 @@ def _describe_tensor(found: Finding) -> str:
         text = f"the {found.role} {found.tensor}"
     elif found.tensor:
         text = f"{text} ({found.tensor})"
-    if found.role == "batch" and found.module is not None:
+    if found.role in ("batch", "constant") and found.module is not None:
         return f"{text}, which {_name_place(found)} read first,"
-    if found.role in ("batch", "loss", "parameter", "buffer"):
+    if found.role in ("batch", "constant", "loss", "parameter", "buffer"):
         return text
     if found.role == "input gradient" and found.module is None:
         return f"the gradient that {_name_place(found)} passes to the model"
@@ -148,6 +209,8 @@ def _describe_tensor(found: Finding) -> str:
 def _name_place(found: Finding) -> str:
     """Return the name of a module and its class."""
     kind = found.module_type
+    if found.module is None and not found.has_model:
+        return f"the code at {found.line}" if found.line else "the function"
     if found.module is None:
         return f"{kind}, outside the model" if kind else "code outside the model"
     if not found.module:
@@ -163,25 +226,51 @@ def _describe_size(found: Finding) -> str:
     """Return how large the result would be, if that is known."""
     if found.magnitude is None:
         return f" ({found.dtype})" if found.dtype else ""
-    text = f": {found.magnitude:.4g}"
-    if found.ratio is None:
+    if not math.isfinite(found.magnitude):
+        return f" and of float64 ({found.dtype})"
+    text = f": {format_number(found.magnitude)}"
+    if found.ratio is None or found.largest is None:
         return text
+    if found.ratio < _CLOSE:
+        largest = format_number(found.largest)
+        return f"{text}, just above the largest {found.dtype} number, {largest}"
     ratio = f"{found.ratio:.1f}" if found.ratio < _ROUND else f"{found.ratio:.3g}"
     return f"{text}, {ratio} times the largest {found.dtype} number"
 
+
+_CLOSE = 1.05
+"""Ratios below it would be written as 1.0."""
 
 _ROUND = 100.0
 """Ratios below it are written with one digit after the point."""
 
 
 def _describe_line(found: Finding) -> str:
-    return "" if found.line is None else f" ({found.line})"
+    """Return the line of the code, unless the place is named by it."""
+    is_named = found.module is None and not found.has_model
+    if found.line is None or (is_named and found.role not in _UNPLACED):
+        return ""
+    return f" ({found.line})"
+
+
+_UNPLACED = ("batch", "constant", "loss", "parameter", "buffer", "parameter gradient")
+"""Tensors that are described without the place where they were made."""
+
+
+def _describe_change(found: Finding) -> str:
+    """Return by which operation a gradient was changed, if that is known."""
+    if found.origin != "changed afterwards" or found.operation is None:
+        return ""
+    where = f", {found.line}" if found.line else ""
+    return f" ({found.operation}{where})"
 
 
 def _describe_micro_batch(found: Finding) -> str:
-    if found.micro_batch is None:
-        return ""
-    return f", in micro-batch {found.micro_batch} (counted from 0)"
+    if found.micro_batch is not None:
+        return f", in micro-batch {found.micro_batch} (counted from 0)"
+    if found.loss is not None:
+        return f", for loss {found.loss} (counted from 0)"
+    return ""
 
 
 def _describe_bracket(seen: Explanation) -> list[str]:
@@ -202,16 +291,18 @@ def _describe_trials(seen: Explanation) -> list[str]:
     """Return whether a lower scale helps."""
     if seen.finite:
         return []
-    if seen.loss_finite is False:
-        return ["No scale can help, because the loss is not finite without one."]
+    if not seen.may_depend_on_scale:
+        return ["No scale helps: the loss is not finite even unscaled."]
     if not seen.trials:
         return []
-    tried = ", ".join(f"{trial.scale:g}" for trial in seen.trials if not trial.finite)
+    failed = [format_number(one.scale) for one in seen.trials if not one.finite]
+    tried = "; ".join(failed)
     if seen.helping_scale is None:
         return [f"Lower scales did not help: {tried} were tried."]
-    failed = f", and not at {tried}" if tried else ""
+    helping = format_number(seen.helping_scale)
+    except_at = f", and not at {tried}" if tried else ""
     text = (
-        f"The same batch gave finite gradients at a scale of {seen.helping_scale:g}"
-        f"{failed}: a lower scale helps."
+        f"The same batch gave finite gradients at a scale of {helping}{except_at}: a "
+        "lower scale helps."
     )
     return [text]

@@ -34,15 +34,24 @@ def find_backoffs(
         return None
     first, now = lowered[0][0], window[-1]
     names = _names(before for before, _ in lowered)
+    raised = sum(
+        after.scale > before.scale
+        for before, after in pairwise(window)
+        if before.step >= first.step
+    )
     loss = "finite and is rising" if rising else "finite"
+    moves = f"from {first.scale:,.10g} to {now.scale:,.10g}"
+    if raised:
+        times = "once" if raised == 1 else f"{raised} times"
+        moves = f"and raised {times} in between, {moves}"
     message = (
         f"The scale was lowered {len(lowered)} times within "
-        f"{now.step - first.step + 1:,} steps, from {first.scale:,.10g} to "
-        f"{now.scale:,.10g}, and the loss was {loss}: the gradients are growing faster "
-        f"than the scale can follow{_listed(names)}."
+        f"{now.step - first.step + 1:,} steps, {moves}, and the loss was {loss}: "
+        "the gradients are growing faster than the scale can follow"
+        f"{_join_names(names)}."
     )
     return Alarm(
-        "back-offs", now.step, _last_applied(recent, first.step), message, names
+        "back-offs", now.step, _find_last_applied(recent, first.step), message, names
     )
 
 
@@ -65,10 +74,10 @@ def find_floor(
     message = (
         f"{len(stuck)} of the last {len(window)} steps overflowed at a scale of "
         f"{now.scale:,.10g}, {scale}: the gradients are too large for their "
-        f"format{_listed(names)}."
+        f"format{_join_names(names)}."
     )
     first = stuck[0].step
-    return Alarm("floor", now.step, _last_applied(recent, first), message, names)
+    return Alarm("floor", now.step, _find_last_applied(recent, first), message, names)
 
 
 def find_nan(
@@ -76,11 +85,11 @@ def find_nan(
 ) -> Alarm | None:
     """Look for NaN that no infinity came with."""
     streak = recent[-rules.nan_steps :]
-    if len(streak) < rules.nan_steps or not all(map(_is_nan_alone, streak)):
+    if len(streak) < rules.nan_steps or not all(map(is_nan_alone, streak)):
         return None
     # The streak may be longer: its first step is the evidence.
     start = len(recent) - 1
-    while start > 0 and _is_nan_alone(recent[start - 1]):
+    while start > 0 and is_nan_alone(recent[start - 1]):
         start -= 1
     now, names = recent[-1], _names(recent[start:])
     what = "loss was" if now.cause == "loss" else "gradients were"
@@ -88,12 +97,12 @@ def find_nan(
         f"The {what} NaN for {len(recent) - start} steps in a row without an "
         "infinity, while the scale went from "
         f"{recent[start].scale:,.10g} to {now.scale:,.10g}: no lower scale can "
-        f"help{_listed(names)}."
+        f"help{_join_names(names)}."
     )
     # The step before is what may have broken the weights, so those before it are the
     # last that are known to be good.
-    broke = _last_applied(recent, recent[start].step)
-    good = None if broke is None else _last_applied(recent, broke)
+    broke = _find_last_applied(recent, recent[start].step)
+    good = None if broke is None else _find_last_applied(recent, broke)
     return Alarm("nan", now.step, good, message, names)
 
 
@@ -112,8 +121,8 @@ def find_nan_loss(
         "them was applied: the weights are broken, and no lower scale can help."
     )
     # The step before the first is what broke the weights.
-    broke = _last_applied(recent, recent[start].step)
-    good = None if broke is None else _last_applied(recent, broke)
+    broke = _find_last_applied(recent, recent[start].step)
+    good = None if broke is None else _find_last_applied(recent, broke)
     return Alarm("nan", recent[-1].step, good, message, _names(recent[start:]))
 
 
@@ -126,12 +135,12 @@ def find_headroom_trend(
     recent: Sequence[StepRecord], rules: AlarmRules, limits: Limits
 ) -> Alarm | None:
     """Look for a largest gradient that grows towards the end of its format's range."""
-    window = _applied(recent, rules.trend_window)
+    window = _list_applied(recent, rules.trend_window)
     trend = _find_rise([record.amax for record in window])
     if trend is None or _loss_is_falling(window):
         return None
-    left = math.log2(limits.largest / limits.floor) - trend.level
-    steps = left / trend.slope
+    headroom = math.log2(limits.largest / limits.floor) - trend.level
+    steps = headroom / trend.slope
     if not steps < rules.horizon:
         return None
     now = window[-1]
@@ -147,7 +156,7 @@ def find_norm_trend(
     recent: Sequence[StepRecord], rules: AlarmRules, _limits: Limits
 ) -> Alarm | None:
     """Look for a norm that keeps growing while the loss does not fall."""
-    window = _applied(recent, rules.trend_window)
+    window = _list_applied(recent, rules.trend_window)
     trend = _find_rise([record.norm for record in window])
     if trend is None or _loss_is_falling(window):
         return None
@@ -190,7 +199,7 @@ def _find_rise(values: Sequence[float | None]) -> _Rise | None:
     return _Rise(levels[3], rise, rise / (3 * quarter))
 
 
-def _applied(recent: Sequence[StepRecord], count: int) -> list[StepRecord]:
+def _list_applied(recent: Sequence[StepRecord], count: int) -> list[StepRecord]:
     return [record for record in recent[-count:] if record.applied]
 
 
@@ -231,7 +240,7 @@ def _loss_was_finite(record: StepRecord) -> bool:
     )
 
 
-def _is_nan_alone(record: StepRecord) -> bool:
+def is_nan_alone(record: StepRecord) -> bool:
     """Whether a step was skipped for NaN, and no tensor was infinite."""
     if record.applied:
         return False
@@ -240,7 +249,7 @@ def _is_nan_alone(record: StepRecord) -> bool:
     return record.cause == "nan" and all(c != "inf" for _, c in record.nonfinite)
 
 
-def _last_applied(recent: Sequence[StepRecord], before: int) -> int | None:
+def _find_last_applied(recent: Sequence[StepRecord], before: int) -> int | None:
     """Return the last step that was applied before another one."""
     steps = [
         record.step for record in recent if record.applied and record.step < before
@@ -253,7 +262,7 @@ def _names(records: Iterable[StepRecord]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for r in records for name, _ in r.nonfinite))
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     """Return the tensors nearest to the loss: the first of the backward pass."""
     if not names:
         return ""

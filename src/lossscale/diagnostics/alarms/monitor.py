@@ -24,7 +24,7 @@ from lossscale.diagnostics.records.steps import StepRecord
 _TREND_INTERVAL = 32
 """Trends are looked for once in so many steps: they do not change faster."""
 
-_SETTLED = 8
+_SEARCH_ENDS_AFTER = 8
 """A run has found its first scale after so many applied steps in a row."""
 
 
@@ -65,7 +65,7 @@ class AlarmMonitor:
         self.use_policy(policy)
         self._last_seen: dict[str, int] = {}
         self._applied_in_a_row = 0
-        self._settled = False
+        self._has_first_scale = False
 
     def use_policy(self, policy: Mapping[str, Any] | None) -> None:
         """Set the policy, which may be known later than the first step."""
@@ -84,32 +84,34 @@ class AlarmMonitor:
         self._recent.append(record)
         if not record.applied:
             self._applied_in_a_row = 0
-        elif not self._settled:
+        elif not self._has_first_scale:
             self._applied_in_a_row += 1
-            self._settle()
+            self._end_search()
         due = record.step % _TREND_INTERVAL == 0
         has_nan_loss = record.applied and loss_is_nan(record)
         if record.applied and not due and not lowered and not has_nan_loss:
             return []
         recent = list(self._recent)
-        found = []
-        if lowered and self._settled:
-            found.append(find_backoffs(recent, self._rules, self._limits))
+        candidates = []
+        if lowered and self._has_first_scale:
+            candidates.append(find_backoffs(recent, self._rules, self._limits))
         if not record.applied:
-            found.append(find_floor(recent, self._rules, self._limits))
-            found.append(find_nan(recent, self._rules, self._limits))
+            candidates.append(find_floor(recent, self._rules, self._limits))
+            candidates.append(find_nan(recent, self._rules, self._limits))
         if has_nan_loss:
-            found.append(find_nan_loss(recent, self._rules, self._limits))
+            candidates.append(find_nan_loss(recent, self._rules, self._limits))
         if due:
-            found.append(find_headroom_trend(recent, self._rules, self._limits))
-            found.append(find_norm_trend(recent, self._rules, self._limits))
-        return [alarm for alarm in found if alarm is not None and self._is_new(alarm)]
+            candidates.append(find_headroom_trend(recent, self._rules, self._limits))
+            candidates.append(find_norm_trend(recent, self._rules, self._limits))
+        return [
+            alarm for alarm in candidates if alarm is not None and self._is_new(alarm)
+        ]
 
-    def _settle(self) -> None:
+    def _end_search(self) -> None:
         """Forget the back-offs by which the run found its first scale."""
-        if self._applied_in_a_row == _SETTLED:
-            self._settled = True
-            while len(self._recent) > _SETTLED:
+        if self._applied_in_a_row == _SEARCH_ENDS_AFTER:
+            self._has_first_scale = True
+            while len(self._recent) > _SEARCH_ENDS_AFTER:
                 self._recent.popleft()
 
     def _is_new(self, alarm: Alarm) -> bool:

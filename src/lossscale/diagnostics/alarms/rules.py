@@ -15,7 +15,13 @@ KINDS = ("back-offs", "floor", "nan", "headroom", "norm")
 
 
 class Alarm(NamedTuple):
-    """One alarm."""
+    """One alarm.
+
+    Example:
+        >>> from lossscale.diagnostics import Alarm
+        >>> Alarm("floor", 40, 36, "3 overflows at the lowest scale.").last_good_step
+        36
+    """
 
     kind: str
     """One of `KINDS`."""

@@ -30,7 +30,22 @@ from lossscale.errors import SettingTypeError, StateError
 
 @dataclass(frozen=True, eq=False)
 class Backtest:
-    """What policies would have done in a recorded run."""
+    """What policies would have done in a recorded run.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from lossscale import Fixed
+        >>> from lossscale.diagnostics import Recorder, backtest
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "run.jsonl"
+        ...     with Recorder(path) as recorder:
+        ...         for _ in range(100):
+        ...             recorder.record(scale=1024.0, applied=True, amax=0.25)
+        ...     result = backtest(path, {"high": Fixed(2.0**20)})
+        >>> result.recorded.skipped.likely, result.outcomes["high"].skipped.likely
+        (0, 100)
+    """
 
     steps: RecordedSteps
     """The steps of the record."""
@@ -81,15 +96,15 @@ def backtest(
         >>> [outcome.skipped.likely for outcome in found.outcomes.values()]
         [100, 0]
     """
-    named = _named(policies)
+    by_name = _name_policies(policies)
     run = run if isinstance(run, RunFile) else read_run(run)
     material = read_material(run, on_progress)
     return Backtest(
         steps=material.steps,
         dtype=run.dtype,
         recorded=describe_recorded(material),
-        outcomes=run_all(named, material, on_progress),
-        remarks=tuple(list_remarks(material)),
+        outcomes=run_all(by_name, material, on_progress),
+        remarks=tuple(list_remarks(material, by_name)),
     )
 
 
@@ -123,20 +138,22 @@ def run_all(
     return outcomes
 
 
-def _named(policies: Sequence[Policy] | Mapping[str, Policy]) -> dict[str, Policy]:
+def _name_policies(
+    policies: Sequence[Policy] | Mapping[str, Policy],
+) -> dict[str, Policy]:
     """Return policies by name, checked."""
     if isinstance(policies, Mapping):
-        named = dict(policies)
+        by_name = dict(policies)
     elif isinstance(policies, Sequence):
-        named = {write_policy(policy): policy for policy in policies}
+        by_name = {write_policy(policy): policy for policy in policies}
     else:
-        named = {}
-    wrong = [policy for policy in named.values() if not isinstance(policy, Policy)]
-    if wrong or not named:
-        shown = format_value(wrong[0] if wrong else policies)
+        by_name = {}
+    wrong = [policy for policy in by_name.values() if not isinstance(policy, Policy)]
+    if wrong or not by_name:
+        text = format_value(wrong[0] if wrong else policies)
         message = (
             "policies must be policies such as [lossscale.Dynamic()], in a list or by "
-            f"name; got {shown}."
+            f"name; got {text}."
         )
         raise SettingTypeError(message)
-    return named
+    return by_name

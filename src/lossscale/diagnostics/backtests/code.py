@@ -37,7 +37,7 @@ def write_policy(policy: Policy, prefix: str = "", always: tuple[str, ...] = ())
     """
     if not is_dataclass(policy):
         return repr(policy)
-    shown = []
+    arguments = []
     for field in fields(policy):
         value, default = getattr(policy, field.name), field.default
         if default is MISSING and field.default_factory is not MISSING:
@@ -45,8 +45,8 @@ def write_policy(policy: Policy, prefix: str = "", always: tuple[str, ...] = ())
         changed = value != default and not _is_implied(policy, field.name)
         if changed or field.name in always:
             text = _write_value(value, prefix, always)
-            shown.append(text if field.name == "scale" else f"{field.name}={text}")
-    return f"{prefix}{type(policy).__name__}({', '.join(shown)})"
+            arguments.append(text if field.name == "scale" else f"{field.name}={text}")
+    return f"{prefix}{type(policy).__name__}({', '.join(arguments)})"
 
 
 def _is_implied(policy: Any, name: str) -> bool:

@@ -33,7 +33,7 @@ class Evidence(NamedTuple):
     early_limit: float
     """The largest scale at which all of the first finite steps probably are finite."""
     early_scale: float
-    """The lowest scale that the first finite steps carried."""
+    """The lowest scale of the first finite steps."""
     early_skips: int
     """How many steps overflowed before the first finite one."""
 
@@ -43,7 +43,7 @@ def collect_evidence(material: Material) -> Evidence:
     steps, limits = material.steps, material.limits
     finite = np.flatnonzero(steps.finite)
     early = finite[:EARLY]
-    known = ~np.isnan(steps.magnitudes)
+    has_magnitude = ~np.isnan(steps.magnitudes)
     first = steps.magnitudes[early]
     helped = steps.overflows & ~limits.hopeless
     skips = np.flatnonzero(helped)
@@ -53,11 +53,13 @@ def collect_evidence(material: Material) -> Evidence:
     ]
     return Evidence(
         finite=finite.size,
-        measured=int((steps.finite & known).sum()),
+        measured=int((steps.finite & has_magnitude).sum()),
         skips=skips.size,
         after_growth=int((skips - last_growth < _SOON).sum()),
         hopeless=int(limits.hopeless.sum()),
-        early_magnitude=float(np.nanmax(first)) if known[early].any() else np.nan,
+        early_magnitude=float(np.nanmax(first))
+        if has_magnitude[early].any()
+        else np.nan,
         early_limit=float(limits.likely[early].min()),
         early_scale=float(steps.scales[early].min()),
         early_skips=int((skips < finite[0]).sum()),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Up to which scale each step of a record is finite: at most, probably, at least.
 
-Of every step the record has one point: at the scale that it carried it was finite, or
+Of every step the record has one point: at its own scale it was finite, or
 it was not. All three answers agree with that point, so that the recorded policy itself
 takes the recorded steps again, whatever is assumed. For other scales:
 
@@ -20,7 +20,7 @@ takes the recorded steps again, whatever is assumed. For other scales:
   the nearest overflow occurred, and at least up to its own. An overflow is probably
   finite at the scale of the next finite step.
 - No scale helps a step whose loss was not finite, nor one with NaN after which the next
-  finite step carried no lower scale, or none came. NaN of another kind is an overflow
+  finite step had no lower scale, or none came. NaN of another kind is an overflow
   (infinities that met) probably, and at least nothing that a scale helps.
 """
 
@@ -68,9 +68,9 @@ def find_step_limits(steps: RecordedSteps, dtype: str) -> StepLimits:
         | (steps.skipped_by("nan") & ~(after < steps.scales))
     )
     headroom = np.log2(largest) - _log2(magnitudes) - _log2(steps.scales)
-    known = finite & np.isfinite(headroom) & ~np.isnan(steps.magnitudes)
-    unknown = overflows & ~hopeless & np.isfinite(headroom)
-    gap = find_gap(headroom[known], headroom[unknown])
+    finite_known = finite & np.isfinite(headroom) & ~np.isnan(steps.magnitudes)
+    overflow_known = overflows & ~hopeless & np.isfinite(headroom)
+    gap = find_gap(headroom[finite_known], headroom[overflow_known])
 
     at_most, likely, at_least = (
         find_limits(magnitudes * 2.0**bits, largest)
@@ -83,12 +83,12 @@ def find_step_limits(steps: RecordedSteps, dtype: str) -> StepLimits:
 
     def join(of_finite: Scales, of_overflows: Scales) -> Scales:
         """Return limits that agree with what is recorded of each step."""
-        found = np.where(
+        limits = np.where(
             overflows,
             np.minimum(of_overflows, below),
             np.maximum(of_finite, steps.scales),
         )
-        return np.where(hopeless, nothing, found).astype(np.float32)
+        return np.where(hopeless, nothing, limits).astype(np.float32)
 
     return StepLimits(
         at_most=join(_where_known(at_most, np.inf), below),
@@ -106,8 +106,8 @@ def find_step_limits(steps: RecordedSteps, dtype: str) -> StepLimits:
     )
 
 
-def _where_known(limits: Scales, other: npt.ArrayLike) -> Scales:
-    return np.where(np.isnan(limits), other, limits).astype(np.float32)
+def _where_known(limits: Scales, default: npt.ArrayLike) -> Scales:
+    return np.where(np.isnan(limits), default, limits).astype(np.float32)
 
 
 def fill_magnitudes(steps: RecordedSteps) -> Floats:
@@ -119,10 +119,12 @@ def fill_magnitudes(steps: RecordedSteps) -> Floats:
     if measured.size and missing.size:
         logs = np.log2(magnitudes[measured])
         next_one = np.searchsorted(measured, missing)
-        places = next_one[:, None] + np.arange(-_NEIGHBOURS, _NEIGHBOURS)
-        inside = (places >= 0) & (places < measured.size)
-        found = np.where(inside, logs[np.clip(places, 0, measured.size - 1)], 0.0)
-        magnitudes[missing] = np.exp2(found.sum(axis=1) / inside.sum(axis=1))
+        positions = next_one[:, None] + np.arange(-_NEIGHBOURS, _NEIGHBOURS)
+        inside = (positions >= 0) & (positions < measured.size)
+        neighbours = np.where(
+            inside, logs[np.clip(positions, 0, measured.size - 1)], 0.0
+        )
+        magnitudes[missing] = np.exp2(neighbours.sum(axis=1) / inside.sum(axis=1))
     return magnitudes
 
 
@@ -142,14 +144,16 @@ def _nearest_overflow(steps: RecordedSteps) -> Scales:
 
     Without any, the highest scale of the run.
     """
-    found = np.flatnonzero(steps.overflows)
-    if not found.size:
+    overflows = np.flatnonzero(steps.overflows)
+    if not overflows.size:
         return np.full(steps.size, steps.scales.max(initial=0.0), np.float32)
-    below = next_scale(steps.scales[found], 0)
-    places = np.arange(steps.size)
-    after = np.clip(np.searchsorted(found, places), 0, found.size - 1)
-    before = np.clip(after - 1, 0, found.size - 1)
-    nearer = np.abs(found[before] - places) <= np.abs(found[after] - places)
+    below = next_scale(steps.scales[overflows], 0)
+    positions = np.arange(steps.size)
+    after = np.clip(np.searchsorted(overflows, positions), 0, overflows.size - 1)
+    before = np.clip(after - 1, 0, overflows.size - 1)
+    nearer = np.abs(overflows[before] - positions) <= np.abs(
+        overflows[after] - positions
+    )
     return below[np.where(nearer, before, after)]
 
 

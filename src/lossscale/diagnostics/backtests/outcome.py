@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lossscale.core.policies import Policy
 from lossscale.diagnostics.backtests.limits import StepLimits, find_step_limits
 from lossscale.diagnostics.backtests.steps import RecordedSteps
-from lossscale.diagnostics.backtests.underflow import LostShare, Sample
+from lossscale.diagnostics.backtests.underflow import LostFraction, Sample
 from lossscale.diagnostics.formats import FORMATS
 from lossscale.diagnostics.sequences import Scales, StepSequence
 from lossscale.diagnostics.simulation import Simulation, run_policy
@@ -36,7 +36,23 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What one policy would have done, as far as the record shows it."""
+    """What one policy would have done, as far as the record shows it.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from lossscale import Fixed
+        >>> from lossscale.diagnostics import Recorder, backtest
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "run.jsonl"
+        ...     with Recorder(path) as recorder:
+        ...         for _ in range(100):
+        ...             recorder.record(scale=1024.0, applied=True, amax=0.25)
+        ...     result = backtest(path, {"high": Fixed(2.0**20)})
+        >>> outcome = result.outcomes["high"]
+        >>> outcome.growths, outcome.final_scale.likely
+        (0, 1048576.0)
+    """
 
     policy: Policy | None
     """The policy; `None` for what the run itself did."""
@@ -49,15 +65,15 @@ class Outcome:
     final_scale: Estimate
     """The scale after the last step; of the run itself, that of the last step."""
     median_scale: Estimate
-    """The median of the scales that the steps carried."""
+    """The median of the scales of the steps."""
     headroom: float | None
     """The median of how many bits the largest gradient of a step was below the format's
     maximum; `None` without magnitudes."""
-    lost: LostShare | None
-    """The share of gradient values that became zero, the mean of the sampled steps;
+    lost: LostFraction | None
+    """The fraction of gradient values that became zero, the mean of the sampled steps;
     `None` without statistics."""
     scales: Scales
-    """The scale that each step of the record would probably have carried."""
+    """The probable scale of each step of the record."""
 
 
 class Material(NamedTuple):
@@ -83,8 +99,11 @@ def run_one(policy: Policy, material: Material, *, compiled: bool) -> Outcome:
         held = held | steps.skipped_by("loss")
     moving = np.flatnonzero(~held)
     magnitudes = limits.magnitudes[moving]
-    known = None if np.isnan(magnitudes).all() else magnitudes
-    sequences = [StepSequence(found[moving], known) for found in limits.all]
+    known_magnitudes = None if np.isnan(magnitudes).all() else magnitudes
+    sequences = [
+        StepSequence(limit_scales[moving], known_magnitudes)
+        for limit_scales in limits.all
+    ]
     results = run_policy(policy, sequences, compiled=compiled)
     likely = results[0]
     scales = _spread(likely, moving, steps.size)
@@ -129,41 +148,43 @@ def _estimate(values: Sequence[float]) -> Estimate:
 
 
 def _spread(result: Simulation, moving: npt.NDArray[np.intp], size: int) -> Scales:
-    """Return the scale that every step carried, those that were left out included."""
-    taken = np.searchsorted(moving, np.arange(size))
-    return result.scale_after(taken)
+    """Return the scale of every step, those that were left out included."""
+    counts = np.searchsorted(moving, np.arange(size))
+    return result.scale_after(counts)
 
 
 def _median_scale(result: Simulation) -> float:
-    """Return the median of the scales that steps carried: one of them."""
+    """Return the median of the scales of steps: one of them."""
     if not result.length:
         return float(result.scales[0])
     # Each scale lasts until the next change; the one after the last step was not used.
     lasted = np.diff(np.append(result.steps, result.length))
     order = np.argsort(result.scales)
     reached = np.cumsum(lasted[order])
-    place = np.searchsorted(reached, (result.length + 1) // 2)
-    return float(result.scales[order][place])
+    index = np.searchsorted(reached, (result.length + 1) // 2)
+    return float(result.scales[order][index])
 
 
 def _median_headroom(
     material: Material, scales: Scales, finite: npt.NDArray[np.bool_]
 ) -> float | None:
     magnitudes = material.limits.magnitudes
-    known = finite & (magnitudes > 0.0)
-    if not known.any():
+    has_magnitude = finite & (magnitudes > 0.0)
+    if not has_magnitude.any():
         return None
-    stored = np.log2(magnitudes[known]) + np.log2(scales[known].astype(np.float64))
+    stored = np.log2(magnitudes[has_magnitude]) + np.log2(
+        scales[has_magnitude].astype(np.float64)
+    )
     return float(np.log2(FORMATS[material.dtype].largest) - np.median(stored))
 
 
-def _mean_lost(material: Material, scales: Scales) -> LostShare | None:
+def _mean_lost(material: Material, scales: Scales) -> LostFraction | None:
     numbers = material.steps.numbers
-    shares = []
+    fractions = []
     for sample in material.samples:
-        place = int(np.searchsorted(numbers, sample.step))
-        if place < numbers.size and numbers[place] == sample.step:
-            shares.append(sample.lost_at(float(scales[place])))
-    if not shares:
+        index = int(np.searchsorted(numbers, sample.step))
+        if index < numbers.size and numbers[index] == sample.step:
+            fractions.append(sample.lost_at(float(scales[index])))
+    if not fractions:
         return None
-    return LostShare(*np.mean(shares, axis=0).tolist())
+    return LostFraction(*np.mean(fractions, axis=0).tolist())

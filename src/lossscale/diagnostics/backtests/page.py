@@ -9,13 +9,13 @@ from lossscale.diagnostics.report.policies import OtherPolicies
 from lossscale.diagnostics.report.summary import summarize_run
 
 
-def make_backtest_page(run: RunFile, found: Backtest) -> str:
+def make_backtest_page(run: RunFile, backtest: Backtest) -> str:
     """Return the report page of a run, with the results of a backtest in it."""
     policies = OtherPolicies(
-        steps=found.steps.numbers,
-        scales={name: outcome.scales for name, outcome in found.outcomes.items()},
+        steps=backtest.steps.numbers,
+        scales={name: outcome.scales for name, outcome in backtest.outcomes.items()},
         heads=HEADS,
-        rows=list_rows(found),
-        remarks=found.remarks,
+        rows=list_rows(backtest),
+        remarks=backtest.remarks,
     )
     return make_page([run], [summarize_run(run)], policies)

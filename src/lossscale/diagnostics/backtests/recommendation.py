@@ -62,7 +62,15 @@ _WIDE = ("bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to use for the next run like a recorded one."""
+    """What to use for the next run like a recorded one.
+
+    Example:
+        >>> from lossscale import Dynamic
+        >>> from lossscale.diagnostics import Recommendation
+        >>> found = Recommendation(Dynamic(growth_interval=500), (), (), "torch")
+        >>> print(found.code.splitlines()[-2])
+        policy = lossscale.Dynamic(init_scale=2.0**16, growth_interval=500)
+    """
 
     policy: Policy | None
     """The policy; `None` if the record does not show which."""
@@ -148,8 +156,8 @@ def _find_decisive_alarm(run: RunFile, material: Material) -> Alarm | None:
     met: then a lower scale ended it.
     """
     for alarm in find_alarms(run):
-        place = int(np.searchsorted(material.steps.numbers, alarm.step))
-        hopeless = bool(material.limits.hopeless[place : place + 1].any())
+        index = int(np.searchsorted(material.steps.numbers, alarm.step))
+        hopeless = bool(material.limits.hopeless[index : index + 1].any())
         if alarm.kind != "back-offs" and (alarm.kind != "nan" or hopeless):
             return alarm
     return None
@@ -176,25 +184,25 @@ def _refuse(material: Material) -> str | None:
 _Choice = tuple[Policy, Outcome | None, list[str], list[str]]
 
 
-def _by_magnitudes(material: Material, seen: Evidence, run: RunFile) -> _Choice:
+def _by_magnitudes(material: Material, evidence: Evidence, run: RunFile) -> _Choice:
     """Return a policy from what magnitudes show, the reasons, and the limits."""
     del run
-    start = _power_below(seen.early_limit) / 2
+    start = _power_below(evidence.early_limit) / 2
     start = min(max(start, _LOWEST_START), _HIGHEST_START)
-    reasons = [_about_start(material, seen, start)]
+    reasons = [_about_start(material, evidence, start)]
     candidates: dict[str, Policy] = {
         f"{interval:,}": Dynamic(init_scale=start, growth_interval=interval)
         for interval in INTERVALS
     }
-    found = run_all(candidates, material)
-    chosen = _choose_interval(found)
-    policy, outcome = candidates[chosen], found[chosen]
-    reasons += list(_about_skips(seen))
-    reasons.append(_about_interval(chosen, found, material.steps.size))
+    outcomes = run_all(candidates, material)
+    chosen = _choose_interval(outcomes)
+    policy, outcome = candidates[chosen], outcomes[chosen]
+    reasons += list(_about_skips(evidence))
+    reasons.append(_about_interval(chosen, outcomes, material.steps.size))
     limits = []
-    if seen.measured < seen.finite:
+    if evidence.measured < evidence.finite:
         limits.append(
-            f"{seen.measured:,} of {seen.finite:,} finite steps have a largest "
+            f"{evidence.measured:,} of {evidence.finite:,} finite steps have a largest "
             "magnitude; the others are taken to be like those next to them."
         )
     elif material.steps.size > _MOST_FOR_HEADROOM:
@@ -238,7 +246,7 @@ def _power_below(limit: float) -> float:
     return 2.0 ** floor(log2(min(max(limit, 2.0**-126), 2.0**126)))
 
 
-def _about_start(material: Material, seen: Evidence, start: float) -> str:
+def _about_start(material: Material, evidence: Evidence, start: float) -> str:
     gap = material.limits.gap.likely
     inside = (
         f", less {gap:.1f} bits for the gradients inside the network (of "
@@ -247,33 +255,33 @@ def _about_start(material: Material, seen: Evidence, start: float) -> str:
         else ""
     )
     return (
-        f"The largest gradient of the first {min(EARLY, seen.finite):,} finite steps, "
-        f"{_power(seen.early_magnitude)} unscaled, allows a scale of "
-        f"{_power(_power_below(seen.early_limit))}{inside}. Start at "
+        f"The largest gradient of the first {min(EARLY, evidence.finite):,} finite "
+        f"steps, {_power(evidence.early_magnitude)} unscaled, allows a scale of "
+        f"{_power(_power_below(evidence.early_limit))}{inside}. Start at "
         f"{_power(start)}: another run has other batches."
     )
 
 
-def _about_skips(seen: Evidence) -> Iterator[str]:
-    if seen.early_skips:
+def _about_skips(evidence: Evidence) -> Iterator[str]:
+    if evidence.early_skips:
         yield (
-            f"{seen.early_skips:,} steps were skipped before the first finite one, "
+            f"{evidence.early_skips:,} steps were skipped before the first finite one, "
             "because the start was too high."
         )
-    if seen.skips > seen.early_skips:
+    if evidence.skips > evidence.early_skips:
         yield (
-            f"{seen.after_growth:,} of {seen.skips - seen.early_skips:,} later skips "
-            "came within 3 steps after a growth."
+            f"{evidence.after_growth:,} of {evidence.skips - evidence.early_skips:,} "
+            "later skips came within 3 steps after a growth."
         )
 
 
-def _choose_interval(found: dict[str, Outcome]) -> str:
+def _choose_interval(outcomes: dict[str, Outcome]) -> str:
     """Return the interval with the fewest skips of those that lose as few values."""
-    best = min(found.values(), key=_loss_of)
-    good = [name for name, outcome in found.items() if _loses_as_few(outcome, best)]
+    best = min(outcomes.values(), key=_loss_of)
+    good = [name for name, outcome in outcomes.items() if _loses_as_few(outcome, best)]
     # Of equal ones the usual 2000 or what is nearest below it.
     order = sorted(good, key=lambda name: _distance(int(name.replace(",", ""))))
-    return min(order, key=lambda name: found[name].skipped.likely)
+    return min(order, key=lambda name: outcomes[name].skipped.likely)
 
 
 def _distance(interval: int) -> tuple[bool, int]:
@@ -288,10 +296,10 @@ def _loss_of(outcome: Outcome) -> float:
     return -outcome.median_scale.likely
 
 
-def _loses_as_few(outcome: Outcome, other: Outcome) -> bool:
-    if outcome.lost is not None and other.lost is not None:
-        return outcome.lost.known <= other.lost.known + _AS_FEW
-    return outcome.median_scale.likely >= other.median_scale.likely / 2
+def _loses_as_few(outcome: Outcome, best: Outcome) -> bool:
+    if outcome.lost is not None and best.lost is not None:
+        return outcome.lost.known <= best.lost.known + _AS_FEW
+    return outcome.median_scale.likely >= best.median_scale.likely / 2
 
 
 def _why_as_few(outcome: Outcome) -> str:
@@ -300,38 +308,40 @@ def _why_as_few(outcome: Outcome) -> str:
     return "and would have lost as few values"
 
 
-def _about_interval(chosen: str, found: dict[str, Outcome], steps: int) -> str:
-    outcome = found[chosen]
+def _about_interval(chosen: str, outcomes: dict[str, Outcome], steps: int) -> str:
+    outcome = outcomes[chosen]
     text = (
         f"From there an interval of {chosen} would have skipped "
         f"{outcome.skipped.likely:,} of these {steps:,} steps"
     )
-    most = max(found, key=lambda name: found[name].skipped.likely)
-    if found[most].skipped.likely > outcome.skipped.likely:
-        text += f", one of {most} {found[most].skipped.likely:,}"
-    fewer = min(found, key=lambda name: found[name].skipped.likely)
-    if found[fewer].skipped.likely < outcome.skipped.likely:
+    most = max(outcomes, key=lambda name: outcomes[name].skipped.likely)
+    if outcomes[most].skipped.likely > outcome.skipped.likely:
+        text += f", one of {most} {outcomes[most].skipped.likely:,}"
+    fewer = min(outcomes, key=lambda name: outcomes[name].skipped.likely)
+    if outcomes[fewer].skipped.likely < outcome.skipped.likely:
         text += (
-            f"; one of {fewer} {found[fewer].skipped.likely:,}, but its scale would "
+            f"; one of {fewer} {outcomes[fewer].skipped.likely:,}, but its scale would "
             "have stayed too low"
         )
     return f"{text}."
 
 
-def _without_magnitudes(material: Material, seen: Evidence, run: RunFile) -> _Choice:
+def _without_magnitudes(
+    material: Material, evidence: Evidence, run: RunFile
+) -> _Choice:
     """Return a policy from the skips alone."""
     del material
-    start = _power_below(seen.early_scale)
+    start = _power_below(evidence.early_scale)
     recorded = (run.header.get("policy") or {}).get("growth_interval")
     interval = recorded if isinstance(recorded, int) and recorded > 0 else 2000
-    lowest = _power(seen.early_scale)
-    count = min(EARLY, seen.finite)
+    lowest = _power(evidence.early_scale)
+    count = min(EARLY, evidence.finite)
     reasons = [
-        f"The first {count:,} finite steps carried {lowest} or more: start there."
+        f"The first {count:,} finite steps had scales of {lowest} or more: start there."
     ]
-    reasons += _about_skips(seen)
-    later = seen.skips - seen.early_skips
-    if later >= _ENOUGH_SKIPS and seen.after_growth > later / 2:
+    reasons += _about_skips(evidence)
+    later = evidence.skips - evidence.early_skips
+    if later >= _ENOUGH_SKIPS and evidence.after_growth > later / 2:
         interval *= 4
         reasons.append(
             f"Most growths led to a skip, so an interval of {interval:,} instead of "

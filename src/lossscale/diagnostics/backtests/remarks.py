@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a record does not show, and on what a backtest rests: in sentences."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lossscale.diagnostics.unmeasured import explain_unmeasured
+
 if TYPE_CHECKING:
+    from lossscale.core.policies import Policy
     from lossscale.diagnostics.backtests.outcome import Material
 
 
-def list_remarks(material: "Material") -> Iterator[str]:
+def list_remarks(
+    material: "Material", policies: "Mapping[str, Policy]"
+) -> Iterator[str]:
     """Yield what the results are worth, the most important first."""
     yield (
         "The gradients are those of the recorded training. That it would have gone on "
         "otherwise after other skips is not in the record."
     )
     yield from _about_magnitudes(material)
+    # Where some are missing they are filled in.
+    known = int((~np.isnan(material.limits.magnitudes)).any())
+    yield from explain_unmeasured(policies, measured=known, steps=known)
     yield from _about_skips(material)
     yield from _about_lost(material)
 

@@ -30,11 +30,11 @@ class RecordedSteps:
     numbers: npt.NDArray[np.int64]
     """Which step of the run each is."""
     scales: Scales
-    """The scale that its gradients carried."""
+    """The scale of its gradients."""
     magnitudes: Floats
     """The largest finite magnitude of its unscaled gradients; NaN if not measured."""
     causes: npt.NDArray[np.uint8]
-    """0 if it was applied, else one more than the cause's place in `CAUSES`."""
+    """0 if it was applied, else one more than the cause's index in `CAUSES`."""
     broken_loss: Flags
     """Whether a loss was recorded that is not finite."""
 
@@ -45,8 +45,8 @@ class RecordedSteps:
 
     def skipped_by(self, *causes: str) -> Flags:
         """Return which steps were skipped by one of these causes."""
-        places = [1 + CAUSES.index(cause) for cause in causes]
-        return np.asarray(np.isin(self.causes, places))
+        codes = [1 + CAUSES.index(cause) for cause in causes]
+        return np.asarray(np.isin(self.causes, codes))
 
     @property
     def finite(self) -> Flags:

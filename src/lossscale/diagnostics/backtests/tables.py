@@ -42,29 +42,29 @@ _POINTS = 200
 Show = Callable[[float], str]
 
 
-def list_rows(found: Backtest, show: Show = number) -> list[list[str]]:
+def list_rows(backtest: Backtest, show: Show = number) -> list[list[str]]:
     """Return a row of text for the run itself and for each policy.
 
     Args:
-        found: The results.
+        backtest: The results.
         show: Writes a number.
     """
-    outcomes = {RECORDED: found.recorded, **found.outcomes}
+    outcomes = {RECORDED: backtest.recorded, **backtest.outcomes}
     return [[name, *_cells(outcome, show)] for name, outcome in outcomes.items()]
 
 
 def _cells(outcome: Outcome, show: Show) -> list[str]:
-    lost, headroom = NOTHING, NOTHING
+    fraction, headroom = NOTHING, NOTHING
     if outcome.lost is not None:
-        known, most = map(percent, outcome.lost)
-        lost = known if known == most else f"{known} to {most}"
+        least, most = map(percent, outcome.lost)
+        fraction = least if least == most else f"{least} to {most}"
     if outcome.headroom is not None:
         headroom = f"{outcome.headroom:.1f} bits"
     return [
         _write(outcome.skipped, lambda count: f"{count:,}"),
         f"{outcome.growths:,}",
         f"{outcome.backoffs:,}",
-        lost,
+        fraction,
         headroom,
         _write(outcome.median_scale, show),
         _write(outcome.final_scale, show),
@@ -77,34 +77,34 @@ def _write(estimate: Estimate, show: Show) -> str:
     return likely if low == high else f"{likely} ({low} to {high})"
 
 
-def make_markdown(found: Backtest, title: str) -> str:
+def make_markdown(backtest: Backtest, title: str) -> str:
     """Return the results as Markdown, to paste into an issue."""
     lines = [f"## Backtest of {escape_line(title)}", ""]
-    lines += make_table(HEADS, list_rows(found))
-    lines += [f"- {remark}" for remark in found.remarks]
+    lines += make_table(HEADS, list_rows(backtest))
+    lines += [f"- {remark}" for remark in backtest.remarks]
     return encodable("\n".join([*lines, ""]))
 
 
-def make_json(found: Backtest, title: str) -> str:
+def make_json(backtest: Backtest, title: str) -> str:
     """Return the results as strict JSON."""
     report = {
         "format": BACKTEST_FORMAT,
         "run": title,
-        "steps": found.steps.size,
-        "dtype": found.dtype,
-        "recorded": _as_json(found, found.recorded),
+        "steps": backtest.steps.size,
+        "dtype": backtest.dtype,
+        "recorded": _as_json(backtest, backtest.recorded),
         "policies": [
-            {"name": name, **_as_json(found, outcome)}
-            for name, outcome in found.outcomes.items()
+            {"name": name, **_as_json(backtest, outcome)}
+            for name, outcome in backtest.outcomes.items()
         ],
-        "remarks": list(found.remarks),
+        "remarks": list(backtest.remarks),
     }
     return json.dumps(report, indent=2, allow_nan=False) + "\n"
 
 
-def _as_json(found: Backtest, outcome: Outcome) -> dict[str, Any]:
-    places = np.unique(np.linspace(0, found.steps.size - 1, _POINTS).round())
-    places = places.astype(np.int64)
+def _as_json(backtest: Backtest, outcome: Outcome) -> dict[str, Any]:
+    indices = np.unique(np.linspace(0, backtest.steps.size - 1, _POINTS).round())
+    indices = indices.astype(np.int64)
     return {
         "policy": settings_of(outcome.policy),
         "skipped": outcome.skipped._asdict(),
@@ -115,8 +115,8 @@ def _as_json(found: Backtest, outcome: Outcome) -> dict[str, Any]:
         "median_scale": outcome.median_scale._asdict(),
         "final_scale": outcome.final_scale._asdict(),
         "trajectory": {
-            "steps": found.steps.numbers[places].tolist(),
-            "scales": outcome.scales[places].tolist(),
+            "steps": backtest.steps.numbers[indices].tolist(),
+            "scales": outcome.scales[indices].tolist(),
         },
     }
 
@@ -131,20 +131,24 @@ def settings_of(policy: Any) -> Any:
     return {"kind": write_policy(policy)}
 
 
-def recommendation_as_json(found: Recommendation, title: str) -> dict[str, Any]:
+def recommendation_as_json(
+    recommendation: Recommendation, title: str
+) -> dict[str, Any]:
     """Return a recommendation as strict JSON holds it."""
     return {
         "format": RECOMMENDATION_FORMAT,
         "run": title,
-        "policy": settings_of(found.policy),
-        "reasons": list(found.reasons),
-        "limits": list(found.limits),
-        "framework": found.framework,
-        "code": found.code,
+        "policy": settings_of(recommendation.policy),
+        "reasons": list(recommendation.reasons),
+        "limits": list(recommendation.limits),
+        "framework": recommendation.framework,
+        "code": recommendation.code,
         "skipped": {
-            "recorded": None if found.recorded is None else found.recorded.skipped[0],
+            "recorded": None
+            if recommendation.recorded is None
+            else recommendation.recorded.skipped[0],
             "expected": None
-            if found.outcome is None
-            else found.outcome.skipped._asdict(),
+            if recommendation.outcome is None
+            else recommendation.outcome.skipped._asdict(),
         },
     }

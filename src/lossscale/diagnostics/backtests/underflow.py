@@ -16,8 +16,14 @@ MOST_PARTS = 64
 """How many parts of a long run are searched for samples; each is of 4,096 steps."""
 
 
-class LostShare(NamedTuple):
-    """The share of gradient values that became zero."""
+class LostFraction(NamedTuple):
+    """The fraction of gradient values that became zero.
+
+    Example:
+        >>> from lossscale.diagnostics import LostFraction
+        >>> LostFraction(known=0.01, most=0.05).most
+        0.05
+    """
 
     known: float
     """Those that were stored as another number in the record."""
@@ -32,39 +38,39 @@ class Sample(NamedTuple):
     step: int
     scale: float
     zeros: float
-    """The share of values that were stored as zero."""
+    """The fraction of values that were stored as zero."""
     distances: npt.NDArray[np.int64]
     """Powers of two by which some values must become smaller to round to zero."""
-    shares: npt.NDArray[np.float64]
-    """The share of the values for each of them."""
+    fractions: npt.NDArray[np.float64]
+    """The fraction of the values for each of them."""
 
-    def lost_at(self, scale: float) -> LostShare:
+    def lost_at(self, scale: float) -> LostFraction:
         """Return what becomes zero at a scale.
 
         Between two powers of two it is counted as if the scale were the lower one.
         """
         shift = int(np.floor(np.log2(scale) - np.log2(self.scale)))
-        known = float(self.shares[self.distances + shift <= 0].sum())
-        return LostShare(known, known + self.zeros)
+        fraction = float(self.fractions[self.distances + shift <= 0].sum())
+        return LostFraction(fraction, fraction + self.zeros)
 
 
 def read_samples(run: RunFile) -> list[Sample]:
     """Return the statistics of a run's steps; of a long run those of some parts."""
     blocks = run.tensor_blocks
     chosen = np.unique(np.linspace(0, len(blocks) - 1, MOST_PARTS).round().astype(int))
-    parts = [blocks[index] for index in chosen] if blocks else []
+    chosen_blocks = [blocks[index] for index in chosen] if blocks else []
     smallest = {
         name: FORMATS[dtype_of(run, index)].smallest
         for index, name in enumerate(run.names)
     }
-    found = {}
-    for part in parts:
-        end = run.end - part.offset if part is blocks[-1] else part.size
-        for statistics in run.statistics(part.offset, end):
+    samples = {}
+    for block in chosen_blocks:
+        end = run.end - block.offset if block is blocks[-1] else block.size
+        for statistics in run.statistics(block.offset, end):
             sample = _condense(statistics, smallest)
             if sample is not None:
-                found[sample.step] = sample
-    return [found[step] for step in sorted(found)]
+                samples[sample.step] = sample
+    return [samples[step] for step in sorted(samples)]
 
 
 def _condense(statistics: Statistics, smallest: dict[str, int]) -> Sample | None:
@@ -76,9 +82,9 @@ def _condense(statistics: Statistics, smallest: dict[str, int]) -> Sample | None
     """
     total = zeros = 0.0
     counts: dict[int, int] = {}
-    for name, size, _, share, _, first, bins in statistics.tensors:
+    for name, size, _, fraction, _, first, bins in statistics.tensors:
         total += size
-        zeros += size * share
+        zeros += size * fraction
         # Half the smallest number rounds to zero, what is above that does not.
         vanished = smallest[name] - 2
         for exponent, count in _nonzero(first, bins):

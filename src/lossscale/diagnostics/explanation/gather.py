@@ -3,11 +3,13 @@
 
 import os
 from collections import deque
+from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
 from lossscale.core.validation import format_value
 from lossscale.diagnostics.alarms import Alarm
+from lossscale.diagnostics.alarms.detectors import is_nan_alone
 from lossscale.diagnostics.explanation.evidence import (
     Recovery,
     RunExplanation,
@@ -70,28 +72,28 @@ def explain_run(
     skipped = run.rows - sum(block.applied for block in run.blocks)
     alarms = find_alarms(run)
     first = _find_skipped(run, -1)
-    found = _find_step(run, step) if step is not None else _choose(run, alarms, first)
-    if found is None:
+    target = _find_step(run, step) if step is not None else _choose(run, alarms, first)
+    if target is None:
         return RunExplanation(run.title, None, run.dtype, skipped)
-    ahead = _look_ahead(run, found)
+    ahead = _look_ahead(run, target)
     return RunExplanation(
         title=run.title,
-        step=found.step,
+        step=target.step,
         dtype=run.dtype,
         skipped=skipped,
         first_skipped=None if first is None else first.step,
-        scale=found.scale,
-        cause=found.cause,
-        loss=found.loss,
-        nonfinite=found.nonfinite,
-        nearest_finite=found.nearest_finite,
-        at_the_end=_is_at_the_end(run, found),
+        scale=target.scale,
+        cause=target.cause,
+        loss=target.loss,
+        nonfinite=target.nonfinite,
+        nearest_finite=target.nearest_finite,
+        at_the_end=_is_at_the_end(run, target),
         alarm=alarms[0].kind if alarms else None,
         alarm_step=alarms[0].step if alarms else None,
-        **_look_back(run, found),
+        **_look_back(run, target),
         **ahead,
         last_good_step=_find_good(
-            run, found, alarms, recovered=bool(ahead["recovery"])
+            run, target, alarms, recovered=bool(ahead["recovery"])
         ),
     )
 
@@ -116,11 +118,11 @@ def _find_step(run: RunFile, step: int) -> StepRecord:
         raise SettingError(message)
     if record.applied:
         after = _find_skipped(run, step)
-        other = _find_skipped(run, -1) if after is None else after
+        nearest = _find_skipped(run, -1) if after is None else after
         hint = (
             "No step was skipped."
-            if other is None
-            else f"A step that was skipped is {other.step}: --step {other.step}"
+            if nearest is None
+            else f"A step that was skipped is {nearest.step}: --step {nearest.step}"
         )
         message = f"Step {step} was applied, so there is nothing to explain. {hint}"
         raise SettingError(message)
@@ -130,67 +132,90 @@ def _find_step(run: RunFile, step: int) -> StepRecord:
 def _choose(
     run: RunFile, alarms: tuple[Alarm, ...], first: StepRecord | None
 ) -> StepRecord | None:
-    """Return the skipped step that led to the first alarm, or else the first one."""
-    if alarms and alarms[0].last_good_step is not None:
-        found = _find_skipped(run, alarms[0].last_good_step)
-        if found is not None and found.step <= alarms[0].step:
-            return found
-    return first
+    """Return the skipped step that led to the first alarm, or else the first one.
+
+    That is the first skip of the streak that ends at the alarm. An alarm of lowered
+    scales may be raised by the step after it.
+    """
+    if not alarms:
+        return first
+    alarm = alarms[0]
+    target = None
+    for record in _read_back(run, alarm.step):
+        if record.applied:
+            if target is not None or record.step < alarm.step:
+                break
+        elif alarm.kind == "nan" and target is not None and not is_nan_alone(record):
+            break
+        else:
+            target = record
+    if target is None and alarm.last_good_step is not None:
+        later = _find_skipped(run, alarm.last_good_step)
+        target = later if later is not None and later.step <= alarm.step else None
+    return first if target is None else target
 
 
-def _is_at_the_end(run: RunFile, found: StepRecord) -> bool:
+def _read_back(run: RunFile, last: int) -> Iterator[StepRecord]:
+    """Yield the steps up to one, the last of them first."""
+    for block in reversed(run.blocks):
+        if block.first <= last:
+            records = list(run.records(block.first, min(block.last, last)))
+            yield from reversed(records)
+
+
+def _is_at_the_end(run: RunFile, target: StepRecord) -> bool:
     """Whether the tensor that broke first is the last of those the run was given."""
     names = run.header["names"]
-    return bool(names and found.nonfinite) and found.nonfinite[-1][0] == names[-1]
+    return bool(names and target.nonfinite) and target.nonfinite[-1][0] == names[-1]
 
 
 def _find_good(
-    run: RunFile, found: StepRecord, alarms: tuple[Alarm, ...], *, recovered: bool
+    run: RunFile, target: StepRecord, alarms: tuple[Alarm, ...], *, recovered: bool
 ) -> int | None:
     """Return the last step before it whose weights are known to be good.
 
     Weights are known to be good when a step with them was finite: if no later step was,
     those of the last applied step may be the cause.
     """
-    known = [alarm.last_good_step for alarm in alarms if alarm.step >= found.step]
-    if known and known[0] is not None and known[0] < found.step:
-        return known[0]
-    records = run.records(found.step - 4 * _TREND_STEPS, found.step - 1)
+    good_steps = [alarm.last_good_step for alarm in alarms if alarm.step >= target.step]
+    if good_steps and good_steps[0] is not None and good_steps[0] < target.step:
+        return good_steps[0]
+    records = run.records(target.step - 4 * _TREND_STEPS, target.step - 1)
     applied = [record.step for record in records if record.applied]
     if not recovered:
         applied = applied[:-1]
     return applied[-1] if applied else None
 
 
-def _look_back(run: RunFile, found: StepRecord) -> dict[str, Any]:
+def _look_back(run: RunFile, target: StepRecord) -> dict[str, Any]:
     """Return what the steps before say."""
     recent: deque[tuple[int, float]] = deque(maxlen=_TREND_STEPS)
     trend = None
-    for record in run.records(found.step - 4 * _TREND_STEPS, found.step - 1):
+    for record in run.records(target.step - 4 * _TREND_STEPS, target.step - 1):
         if not record.applied:
             continue
         amax = record.amax
-        left = None if amax is None else headroom(amax, record.scale, run.dtype)
-        if left is not None:
-            recent.append((record.step, left))
+        bits_left = None if amax is None else headroom(amax, record.scale, run.dtype)
+        if bits_left is not None:
+            recent.append((record.step, bits_left))
     if len(recent) >= _LEAST_TREND:
         bits = [bits for _, bits in recent]
         quarter = max(1, len(bits) // 4)
         first, last = fmean(bits[:quarter]), fmean(bits[-quarter:])
         trend = Trend(recent[0][0], first, recent[-1][0], last, min(bits))
-    return {"trend": trend, "sample": _sample(run, found)}
+    return {"trend": trend, "sample": _sample(run, target)}
 
 
-def _sample(run: RunFile, found: StepRecord) -> Sample | None:
+def _sample(run: RunFile, target: StepRecord) -> Sample | None:
     """Return the last statistics of the tensor that broke first."""
-    if not found.nonfinite:
+    if not target.nonfinite:
         return None
-    name = found.nonfinite[-1][0]
-    before = [block for block in run.blocks if block.first < found.step]
+    name = target.nonfinite[-1][0]
+    before = [block for block in run.blocks if block.first < target.step]
     for block in reversed(before[-_SAMPLED_BLOCKS:]):
         samples = list(run.statistics(block.offset, block.size))
         for statistics in reversed(samples):
-            if statistics.step >= found.step:
+            if statistics.step >= target.step:
                 continue
             for tensor, _, amax, *_ in statistics.tensors:
                 # The statistics are of the gradients as stored: scaled.
@@ -204,15 +229,15 @@ _SAMPLED_BLOCKS = 2
 """How many blocks of steps are searched for the last statistics."""
 
 
-def _look_ahead(run: RunFile, found: StepRecord) -> dict[str, Any]:
+def _look_ahead(run: RunFile, target: StepRecord) -> dict[str, Any]:
     """Return what the steps after say."""
     skips, recovery, again = 0, None, None
-    for record in run.records(found.step):
+    for record in run.records(target.step):
         if recovery is None and record.skipped:
             skips += 1
         elif recovery is None:
             recovery = Recovery(record.step, record.scale)
-        if record.applied and record.scale >= found.scale:
+        if record.applied and record.scale >= target.scale:
             again = record.step
             break
     return {

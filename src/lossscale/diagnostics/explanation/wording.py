@@ -18,18 +18,18 @@ _FEW = 1.0
 _SHOWN = 5
 
 
-def describe(seen: "RunExplanation") -> list[str]:
+def describe(case: "RunExplanation") -> list[str]:
     """Return sentences; the last says what the record cannot show."""
-    if seen.step is None:
+    if case.step is None:
         return ["No step of this run was skipped: there is nothing to explain."]
-    parts = (_what, _where, _why, _before, _after, _weights, _limits)
-    sentences = [text for part in parts for text in part(seen)]
+    writers = (_what, _where, _why, _before, _after, _weights, _limits)
+    sentences = [text for write in writers for text in write(case)]
     # A name may hold anything: each sentence stays in its line.
     return [encodable(" ".join(text.split())) for text in sentences]
 
 
-def _what(seen: "RunExplanation") -> Iterator[str]:
-    text = f"Step {seen.step:,} was skipped at a scale of {number(seen.scale)}"
+def _what(case: "RunExplanation") -> Iterator[str]:
+    text = f"Step {case.step:,} was skipped at a scale of {number(case.scale)}"
     causes = {
         "inf": "a gradient was infinite",
         "nan": "a gradient was NaN",
@@ -37,66 +37,68 @@ def _what(seen: "RunExplanation") -> Iterator[str]:
         "loss": "the loss was not finite before it was scaled",
         "not stepped": "the scaler's step was not called for it",
     }
-    yield f"{text}: {causes.get(seen.cause or '', 'the record does not say why')}."
-    if seen.first_skipped is not None and seen.first_skipped != seen.step:
+    yield f"{text}: {causes.get(case.cause or '', 'the record does not say why')}."
+    if case.first_skipped is not None and case.first_skipped != case.step:
         yield (
-            f"It is not the first: of {seen.skipped:,} skipped steps the first was "
-            f"{seen.first_skipped:,}."
+            f"It is not the first: of {case.skipped:,} skipped steps the first was "
+            f"{case.first_skipped:,}."
         )
 
 
-def _where(seen: "RunExplanation") -> Iterator[str]:
-    if not seen.nonfinite:
+def _where(case: "RunExplanation") -> Iterator[str]:
+    if not case.nonfinite:
         return
-    names = [f"{name} ({kind})" for name, kind in seen.nonfinite[-_SHOWN:]][::-1]
-    more = len(seen.nonfinite) - len(names)
-    others = f" and {more:,} more" if more else ""
-    yield f"Not finite, in the order of the backward pass: {', '.join(names)}{others}."
-    if seen.nearest_finite is not None:
+    names = [f"{name} ({kind})" for name, kind in case.nonfinite[-_SHOWN:]][::-1]
+    more = len(case.nonfinite) - len(names)
+    suffix = f" and {more:,} more" if more else ""
+    yield f"Not finite, in the order of the backward pass: {', '.join(names)}{suffix}."
+    if case.loss_finite is False:
+        return  # the gradients follow from the loss: none of them broke
+    if case.nearest_finite is not None:
         yield (
-            f"The backward pass still had the gradient of {seen.nearest_finite} "
-            f"finite, and that of {seen.broken_first} no longer: it broke between "
+            f"The backward pass still had the gradient of {case.nearest_finite} "
+            f"finite, and that of {case.broken_first} no longer: it broke between "
             "these two."
         )
-    elif seen.at_the_end:
+    elif case.at_the_end:
         yield (
-            f"{seen.broken_first} is the last tensor of the model, next to the loss: "
+            f"{case.broken_first} is the last tensor of the model, next to the loss: "
             "it broke between these two."
         )
 
 
-def _why(seen: "RunExplanation") -> Iterator[str]:
-    if seen.loss_finite is False:
+def _why(case: "RunExplanation") -> Iterator[str]:
+    if case.loss_finite is False:
         yield (
-            f"The loss of the step was {_loss(seen)}. The scale is not the cause: "
+            f"The loss of the step was {_loss(case)}. The scale is not the cause: "
             "look in the batch and in the forward pass."
         )
-    elif seen.only_nan:
+    elif case.only_nan:
         yield (
             "There was NaN and no infinity. An overflow starts as an infinity, so a "
             "lower scale cannot help: look for a division by zero, or a logarithm or "
             "root outside its domain."
         )
-    elif seen.cause == "nan" and seen.nonfinite:
+    elif case.cause == "nan" and case.nonfinite:
         yield (
             "There were infinities as well as NaN: NaN can follow from an infinity, "
             "as inf - inf or inf * 0."
         )
-    elif seen.cause == "headroom":
+    elif case.cause == "headroom":
         yield "The unscaled gradient itself is that large: clip it; no scale helps."
 
 
-def _loss(seen: "RunExplanation") -> str:
-    return "not finite" if seen.loss is None else number(seen.loss)
+def _loss(case: "RunExplanation") -> str:
+    return "not finite" if case.loss is None else number(case.loss)
 
 
-def _before(seen: "RunExplanation") -> Iterator[str]:
-    if seen.trend is not None:
-        trend = seen.trend
-        lost = trend.first - trend.last
+def _before(case: "RunExplanation") -> Iterator[str]:
+    if case.trend is not None:
+        trend = case.trend
+        fall = trend.first - trend.last
         span = f"from step {trend.first_step:,} to {trend.last_step:,}"
         bits = f"from {trend.first:.1f} to {trend.last:.1f} bits"
-        if lost >= _FALLING:
+        if fall >= _FALLING:
             text = f"The headroom had been falling: {bits}, {span}."
         elif trend.lowest < _FEW:
             text = (
@@ -109,62 +111,62 @@ def _before(seen: "RunExplanation") -> Iterator[str]:
                 f"{trend.lowest:.1f} bits at the least."
             )
         yield text
-    if seen.sample is not None:
+    if case.sample is not None:
         yield (
-            f"At step {seen.sample.step:,}, when it was measured last, "
-            f"{seen.broken_first} had {seen.sample.headroom:.1f} bits of headroom."
+            f"At step {case.sample.step:,}, when it was measured last, "
+            f"{case.broken_first} had {case.sample.headroom:.1f} bits of headroom."
         )
 
 
-def _after(seen: "RunExplanation") -> Iterator[str]:
-    if seen.recovery is None:
-        yield f"No step was applied after it: {_count(seen)} to the end of the record."
+def _after(case: "RunExplanation") -> Iterator[str]:
+    if case.recovery is None:
+        yield f"No step was applied after it: {_count(case)} to the end of the record."
         return
     start = (
-        f"{_count(seen)}, then step {seen.recovery.step:,} was applied at a scale of "
-        f"{number(seen.recovery.scale)}"
+        f"{_count(case)}, then step {case.recovery.step:,} was applied at a scale of "
+        f"{number(case.recovery.scale)}"
     )
-    if not seen.lower_scale_helped:
+    if not case.lower_scale_helped:
         yield f"{start}: the scale was not lower, so the cause was in the batch."
-    elif seen.only_nan or seen.loss_finite is False:
+    elif case.only_nan or case.loss_finite is False:
         yield (
             f"{start}. The scale had been lowered, which does not explain it: it was "
             "another batch."
         )
     else:
         yield f"{start}: with a lower scale, the next batch was finite."
-    if seen.lower_scale_helped and seen.same_scale_again is not None:
+    if case.lower_scale_helped and case.same_scale_again is not None:
         yield (
-            f"Step {seen.same_scale_again:,} was applied at that scale again, or at a "
+            f"Step {case.same_scale_again:,} was applied at that scale again, or at a "
             "higher one: the gradients were this large for a while only."
         )
 
 
-def _count(seen: "RunExplanation") -> str:
-    if seen.skips_in_a_row == 1:
+def _count(case: "RunExplanation") -> str:
+    if case.skips_in_a_row == 1:
         return "One step was skipped"
-    return f"{seen.skips_in_a_row:,} steps in a row were skipped"
+    return f"{case.skips_in_a_row:,} steps in a row were skipped"
 
 
-def _weights(seen: "RunExplanation") -> Iterator[str]:
-    if seen.alarm is not None and seen.alarm_step is not None:
-        yield f"The run's first alarm is {seen.alarm!r}, at step {seen.alarm_step:,}."
-    if seen.last_good_step is None:
+def _weights(case: "RunExplanation") -> Iterator[str]:
+    if case.alarm is not None and case.alarm_step is not None:
+        yield f"The run's first alarm is {case.alarm!r}, at step {case.alarm_step:,}."
+    if case.last_good_step is None:
         yield "No step before it is known to have left good weights."
     else:
         yield (
             f"The last step before it whose weights are known to be good is "
-            f"{seen.last_good_step:,}."
+            f"{case.last_good_step:,}."
         )
 
 
-def _limits(seen: "RunExplanation") -> Iterator[str]:
+def _limits(case: "RunExplanation") -> Iterator[str]:
     missing = []
-    if not seen.nonfinite and seen.cause in ("inf", "nan", "headroom"):
+    if not case.nonfinite and case.cause in ("inf", "nan", "headroom"):
         missing.append("names of tensors (give the recorder names=)")
-    if seen.trend is None and seen.sample is None:
+    if case.trend is None and case.sample is None:
         missing.append("largest magnitudes (measure amax)")
-    if seen.loss is None:
+    if case.loss_finite is None:
         missing.append("the loss")
     if missing:
         yield f"The record does not have {_join(missing)}."

@@ -17,7 +17,18 @@ from lossscale.diagnostics.records.steps import CAUSES, StepRecord, read_report
 
 
 class StepWriter:
-    """Takes every step and every alarm of a run."""
+    """Takes every step and every alarm of a run.
+
+    Example:
+        >>> from lossscale.diagnostics import StepRecord
+        >>> from lossscale.diagnostics.loggers import StepWriter
+        >>> class PrintSkips(StepWriter):
+        ...     def write_step(self, record):
+        ...         if record.skipped:
+        ...             print(f"step {record.step} was skipped: {record.cause}")
+        >>> PrintSkips().write_step(StepRecord(7, applied=False, cause="inf"))
+        step 7 was skipped: inf
+    """
 
     def __call__(self, report: Any) -> None:
         """Take a step report, as `on_step` is given them."""
@@ -38,7 +49,19 @@ class StepWriter:
 
 
 class WindowWriter(StepWriter):
-    """Sums up every so many steps, and writes one set of numbers for them."""
+    """Sums up every so many steps, and writes one set of numbers for them.
+
+    Example:
+        >>> from lossscale.diagnostics import StepRecord
+        >>> from lossscale.diagnostics.loggers import WindowWriter
+        >>> class PrintSkips(WindowWriter):
+        ...     def write_metrics(self, step, metrics):
+        ...         print(step, metrics["lossscale/skipped_total"])
+        >>> writer = PrintSkips(every=2)
+        >>> writer.write_step(StepRecord(1))
+        >>> writer.write_step(StepRecord(2, applied=False, cause="inf"))
+        2 1.0
+    """
 
     def __init__(self, *, every: int = 50, dtype: str = "float16") -> None:
         """Set how many steps make a window.

@@ -35,6 +35,25 @@ def record_in_jit(
 
     Raises:
         MissingPackageError: If JAX is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import jax, lossscale, lossscale.jax as ls
+        >>> from lossscale.diagnostics import Recorder, read_run, record_in_jit
+        >>> policy = lossscale.Dynamic()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "run.jsonl"
+        ...     with Recorder(path) as recorder:
+        ...         @jax.jit
+        ...         def train(state, gradient):
+        ...             _, signal = ls.unscale(gradient, state)
+        ...             record_in_jit(recorder, state, signal)
+        ...             return ls.update(policy, state, signal)
+        ...         state = train(ls.init(policy), float("inf"))
+        ...         jax.effects_barrier()
+        ...     [step.cause for step in read_run(path).records()]
+        ['inf']
     """
     jax = import_package("jax", "record_in_jit")
 

@@ -15,7 +15,19 @@ from lossscale.diagnostics.loggers.packages import import_package
 
 
 class TensorBoardWriter(WindowWriter):
-    """Writes event files, or to a `SummaryWriter` that exists."""
+    """Writes event files, or to a `SummaryWriter` that exists.
+
+    Example:
+        >>> import os, tempfile
+        >>> from lossscale.diagnostics import StepRecord
+        >>> from lossscale.diagnostics.loggers import TensorBoardWriter
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     writer = TensorBoardWriter(folder)
+        ...     writer.write_step(StepRecord(1))
+        ...     writer.close()
+        ...     len(os.listdir(folder))
+        1
+    """
 
     def __init__(self, target: Any, *, every: int = 50, dtype: str = "float16") -> None:
         """Choose where to write.

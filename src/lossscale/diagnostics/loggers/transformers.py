@@ -83,11 +83,11 @@ class TransformersCallback(_Callback):  # type: ignore[misc]  # transformers is 
     ) -> None:
         """Add what the Trainer has logged to the step."""
         del args, state, control
-        known = logs or {}
-        if self._recorder is not None and self._index is not None and "loss" in known:
-            loss = None if self._loss_is_lost else float(known["loss"])
+        entries = logs or {}
+        if self._recorder is not None and self._index is not None and "loss" in entries:
+            loss = None if self._loss_is_lost else float(entries["loss"])
             self._loss_is_lost |= loss is not None and not isfinite(loss)
-            rate = known.get("learning_rate")
+            rate = entries.get("learning_rate")
             self._recorder.note(self._index, loss=loss, lr=rate)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

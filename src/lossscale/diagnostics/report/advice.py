@@ -96,8 +96,8 @@ def _about_nan(run: "Summary") -> Iterator[str]:
     elif run.causes.get("nan"):
         yield (
             f"{_steps(run.causes['nan'])} had NaN in the gradients. An overflow makes "
-            "NaN as well (infinity less infinity), which a lower scale ends. A NaN that "
-            f"comes back at lower scales is another. {_LOOK_FOR_NAN}"
+            "NaN as well (infinity less infinity), which a lower scale ends. A NaN "
+            f"that comes back at lower scales is another. {_LOOK_FOR_NAN}"
         )
 
 

@@ -114,14 +114,14 @@ class DynamicScale:
         state = pytree.make_state(self.scale, self.fin_steps)
 
         @functools.wraps(fun)
-        def scaled_loss(
+        def compute_scaled_loss(
             *args: Any, **kwargs: Any
         ) -> tuple[jax.Array, tuple[Array, PyTree]]:
             result = fun(*args, **kwargs)
             loss, aux = result if has_aux else (result, None)
             return functional.scale(loss, state), (loss, aux)
 
-        differentiate = jax.value_and_grad(scaled_loss, argnums, has_aux=True)
+        differentiate = jax.value_and_grad(compute_scaled_loss, argnums, has_aux=True)
 
         def value_and_grad(*args: Any, **kwargs: Any) -> DynamicScaleResult:
             (_, (loss, aux)), scaled_grads = differentiate(*args, **kwargs)

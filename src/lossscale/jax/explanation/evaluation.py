@@ -11,11 +11,16 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from lossscale.core.explanation.evaluated import Kind, Node, Place
+from lossscale.core.explanation.evaluated import Node, Place
+from lossscale.core.explanation.kinds import Kind
 from lossscale.core.explanation.origins import Origin
 from lossscale.jax.explanation.control import CONTROL, find_inner
 from lossscale.jax.explanation.magnitudes import measure_wide
-from lossscale.jax.explanation.origins import find_origin, find_origin_of_nan
+from lossscale.jax.explanation.origins import (
+    find_lost_epsilon,
+    find_origin,
+    find_origin_of_nan,
+)
 from lossscale.jax.explanation.places import find_place
 from lossscale.jax.explanation.values import Value, kind_of
 
@@ -103,6 +108,7 @@ class Evaluation:
         name = eqn.primitive.name
         node = self.add_node(place, name, inputs)
         node.kind = kind = kind_of(array)
+        node.lost_epsilon = find_lost_epsilon(name, inputs, array)
         if kind is not None:
             node.dtype = str(array.dtype)
             node.origin, node.magnitude = _find_origin(eqn, inputs, kind)

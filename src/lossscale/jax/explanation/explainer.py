@@ -2,17 +2,19 @@
 """`explain`: evaluates one batch equation by equation, and says what failed first."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lossscale.core.explanation.causes import find_causes
 from lossscale.core.explanation.evaluated import (
     Node,
     Place,
     find_bracket,
-    find_causes,
+    has_modules,
     make_finding,
     mark_forward,
 )
@@ -138,7 +140,12 @@ def explain_program(
     named = zip(gradient_names or paths, results[count:], strict=True)
     gradients = {name: value.node for name, value in named if value.node is not None}
     mark_forward(loss.node)
-    return _explain_results(scale, loss, gradients, jax.jit(run), leaves)
+    seen = _explain_results(scale, loss, gradients, jax.jit(run), leaves)
+    if has_modules(evaluation.nodes):
+        return seen
+    found = seen.first, seen.first_nan
+    first, first_nan = (one and replace(one, has_model=False) for one in found)
+    return replace(seen, first=first, first_nan=first_nan)
 
 
 def _explain_results(

@@ -5,14 +5,18 @@ Each question is asked of the equation's own inputs. The names are those of JAX'
 primitives.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from lossscale.core.explanation.evaluated import Kind, Node
+from lossscale.core.explanation.kinds import Kind
 from lossscale.core.explanation.origins import Origin
 from lossscale.jax.explanation.values import Value
+
+if TYPE_CHECKING:
+    from lossscale.core.explanation.evaluated import Node
 
 
 def find_origin(
@@ -35,7 +39,8 @@ def find_origin(
         return "outside the domain"
     if name in _GROWING and (not kind.nan or wide is not None):
         return "overflow"
-    return "unknown"
+    # Sums that overflowed in both directions on the way.
+    return "inf - inf" if kind.nan and name in _SUMMING else "unknown"
 
 
 def find_origin_of_nan(name: str, inputs: Sequence[Value]) -> Origin:
@@ -51,6 +56,35 @@ def find_origin_of_nan(name: str, inputs: Sequence[Value]) -> Origin:
     if name in ("sin", "cos", "tan", "rem", *_OF_A_DOMAIN):
         return "outside the domain"
     return "inf - inf"
+
+
+def find_lost_epsilon(name: str, inputs: Sequence[Value], array: Any) -> float | None:
+    """Return a number that was added to a result, and that its format rounds to 0.
+
+    It is looked for in sums with a literal, in what is 0 where they are, and in what
+    divides by those.
+    """
+    if name == "add" and str(array.dtype) in _SMALLEST:
+        for value in inputs:
+            is_number = value.node is None and jnp.size(value.array) == 1
+            number = abs(float(value.array)) if is_number else math.inf
+            if number <= _SMALLEST[str(array.dtype)] / 2:
+                return number
+    if name not in _PASSING or not inputs:
+        return None
+    node = inputs[-1].node  # the divisor
+    return None if node is None else node.lost_epsilon
+
+
+_SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133}
+"""The smallest positive numbers of formats."""
+
+_PASSING = frozenset(
+    {
+        *("sqrt", "rsqrt", "div", "log", "broadcast_in_dim", "reshape", "squeeze"),
+        *("convert_element_type", "copy", "integer_pow", "pow"),
+    }
+)
 
 
 def _is_masked_row(value: Value) -> bool:
@@ -119,6 +153,8 @@ _OF_A_DOMAIN = frozenset(
 )
 
 _BILINEAR = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+_SUMMING = frozenset({*_BILINEAR, "reduce_sum", "cumsum", "reduce_window_sum"})
 
 _GROWING = frozenset(
     {

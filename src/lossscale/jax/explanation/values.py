@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core.explanation.evaluated import Kind, Node
+from lossscale.core.explanation.evaluated import Node
+from lossscale.core.explanation.kinds import Kind
 
 
 def kind_of(array: Any) -> Kind | None:

@@ -89,6 +89,11 @@ def explain(
 
 
 def _read_scale(optimizer: Any) -> float:
-    """Return the scale that an optimizer has now; 1 if it does not scale."""
+    """Return the scale that an optimizer has now; 1 if it does not scale.
+
+    Before the first batch it is the one to start with, of which there is no variable.
+    """
     scale = getattr(optimizer, "dynamic_scale", None)
-    return 1.0 if scale is None else float(to_host(scale.value))
+    if scale is None:
+        return float(getattr(optimizer, "initial_scale", 1.0))
+    return float(to_host(scale.value))

@@ -6,7 +6,8 @@ comes out of it passes an identity, whose derivative says in the backward pass t
 layer is entered or left.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -37,8 +38,17 @@ class LayerScopes:
         for layer in self._layers:
             del vars(layer)["call"]
 
+    @contextmanager
+    def within(self, layer: Any) -> Iterator[None]:
+        """Return a context in which operations outside other layers are of this one."""
+        outer, self.current = self.current, _place_of(layer)
+        try:
+            yield
+        finally:
+            self.current = outer
+
     def _wrap(self, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-        own = Place(layer.path or layer.name, type(layer).__name__)
+        own = _place_of(layer)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             outer = self.current
@@ -73,3 +83,7 @@ class LayerScopes:
             return tf.identity(x), pass_on
 
         return identity(value)
+
+
+def _place_of(layer: Any) -> Place:
+    return Place(layer.path or layer.name, type(layer).__name__)

@@ -67,22 +67,30 @@ def explain(
     layers = {layer.name: layer for layer in model._flatten_layers()}  # noqa: SLF001
     return replace(
         seen,
-        first=_name_layer(seen.first, layers),
-        first_nan=_name_layer(seen.first_nan, layers),
+        first=_name_layer(seen.first, layers, model),
+        first_nan=_name_layer(seen.first_nan, layers, model),
     )
 
 
-def _name_layer(found: Finding | None, layers: dict[str, Any]) -> Finding | None:
+def _name_layer(
+    found: Finding | None, layers: dict[str, Any], model: Any
+) -> Finding | None:
     """Return a finding with the layer of its innermost scope."""
     if found is None or found.module is None:
         return found
     scopes = found.module.split("/")
     layer = next((layers[name] for name in scopes[::-1] if name in layers), None)
+    if layer is None and found.module in _BASES:
+        layer = model  # between its layers
     if layer is None:
         return replace(found, module_type=None)
     return replace(
         found, module=layer.path or layer.name, module_type=type(layer).__name__
     )
+
+
+_BASES = ("Layer", "Operation", "Functional", "Sequential", "Model")
+"""Classes of Keras that cast what a layer reads, before its scope begins."""
 
 
 class _WithoutOptimizer:

@@ -6,10 +6,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from lossscale.core.explanation.causes import find_causes
 from lossscale.core.explanation.evaluated import (
     Node,
     find_bracket,
-    find_causes,
     make_finding,
     mark_forward,
 )
@@ -37,7 +37,7 @@ def explain(
                     label = name if len(leaves) == 1 else f"{name}[{index}]"
                     watch.add_argument(leaf, label)
         with watch:
-            loss, grads = _run(model, batch, scale)
+            loss, grads = _run(model, batch, scale, scopes)
     gradients = {
         variable.path: node
         for variable, grad in zip(model.trainable_variables, grads, strict=True)
@@ -66,7 +66,7 @@ def _explain_results(
     if bad and loss_finite and (first is None or first.direction != "given"):
         for lower in scales_to_try(scale, None if first is None else first.ratio):
             kept.restore()
-            _, grads = _run(model, batch, lower)
+            _, grads = _run(model, batch, lower, LayerScopes(model))
             tensors = [_values_of(grad) for grad in grads if grad is not None]
             finite = all(kind_of(tensor) is None for tensor in tensors)
             trials.append(Trial(lower, finite))
@@ -85,11 +85,14 @@ def _explain_results(
     )
 
 
-def _run(model: Any, batch: Any, scale: float) -> tuple[Any, list[Any]]:
+def _run(
+    model: Any, batch: Any, scale: float, scopes: LayerScopes
+) -> tuple[Any, list[Any]]:
     """Return the unscaled loss and the scaled gradients."""
     x, y, sample_weight = batch
     with tf.GradientTape() as tape:
-        predicted = model(x, training=True)
+        with scopes.within(model):
+            predicted = model(x, training=True)
         loss = model.compute_loss(
             x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
         )

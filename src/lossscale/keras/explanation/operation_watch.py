@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_callbacks
 
-from lossscale.core.explanation.evaluated import Kind, Node, Place
+from lossscale.core.explanation.evaluated import Node, Place
+from lossscale.core.explanation.kinds import Kind
 from lossscale.keras.explanation.layer_scopes import LayerScopes
 from lossscale.keras.explanation.tensorflow_origins import (
     find_origin,
@@ -92,6 +93,7 @@ class OperationWatch:
         self, op_type: str, inputs: Sequence[Any], settings: Any, tensor: Any
     ) -> None:
         node = self._add(tensor, self._scopes.current, op_type, inputs)
+        node.lost_epsilon = self._find_lost_epsilon(op_type, inputs, tensor)
         if node.kind is None:
             return
         node.dtype = tensor.dtype.name
@@ -112,6 +114,22 @@ class OperationWatch:
             node.origin = "constant"
         elif node.kind.nan and not any(kind.nan for kind in kinds):
             node.origin = find_origin_of_nan(op_type, arrays, kinds)
+
+    def _find_lost_epsilon(
+        self, op_type: str, inputs: Sequence[Any], tensor: Any
+    ) -> float | None:
+        """Return a number that was added to a result, and that its format made 0."""
+        known = [self._known.get(id(value)) for value in inputs]
+        if op_type == "AddV2" and tensor.dtype in (tf.float16, tf.bfloat16):
+            constants = [
+                value
+                for value, one in zip(inputs, known, strict=True)
+                if one is None and not value.shape.rank
+            ]
+            return next((0.0 for value in constants if not value.numpy()), None)
+        if op_type not in _PASSING or not known or known[-1] is None:
+            return None
+        return known[-1][1].lost_epsilon
 
     def _kind_of_input(self, tensor: Any) -> Kind | None:
         known = self._known.get(id(tensor))
@@ -134,3 +152,7 @@ class OperationWatch:
         self._count += 1
         self._known[id(tensor)] = (tensor, node, node.kind)
         return node
+
+
+_PASSING = frozenset({"Sqrt", "Rsqrt", "RealDiv", "Log", "Cast", "Reshape", "Identity"})
+"""Operations whose result is 0, or not finite, where the last thing they read is 0."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lossscale.core.explanation.evaluated import Kind
+from lossscale.core.explanation.kinds import Kind
 from lossscale.core.explanation.origins import Origin
 
 
@@ -28,7 +28,10 @@ def find_origin(
             return found
     if name in _OF_A_DOMAIN:
         return "outside the domain"
-    return "overflow" if wide is not None or name in _GROWING else "unknown"
+    if wide is not None or (name in _GROWING and not kind.nan):
+        return "overflow"
+    # Sums that overflowed in both directions on the way.
+    return "inf - inf" if kind.nan and name in _SUMMING else "unknown"
 
 
 def find_origin_of_nan(
@@ -150,6 +153,7 @@ _PRODUCTS = frozenset(
         *("DepthwiseConv2dNative",),
     }
 )
+_SUMMING = frozenset({*_PRODUCTS, "Sum", "Mean", "AddN", "BiasAddGrad", "Cumsum"})
 _GROWING = frozenset(
     {
         *_PRODUCTS,

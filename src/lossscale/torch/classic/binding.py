@@ -19,7 +19,7 @@ from lossscale.errors import StateError
 from lossscale.torch import functional, gradient
 
 
-class Cell:
+class StateVariables:
     """A state kept in tensors of no dimension.
 
     They are on the CPU first, where a number costs a GPU's kernels nothing, and go to
@@ -72,10 +72,10 @@ class Cell:
 def check_keys(saved: Any, expected: Mapping[str, Any]) -> None:
     """Raise unless a saved state has exactly the expected keys."""
     if not isinstance(saved, Mapping) or set(saved) != set(expected):
-        given = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved)
+        keys = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved)
         message = (
             f"A saved state with the keys {sorted(expected)} was expected, got "
-            f"{given}. Nothing was loaded."
+            f"{keys}. Nothing was loaded."
         )
         raise StateError(message)
 
@@ -83,16 +83,18 @@ def check_keys(saved: Any, expected: Mapping[str, Any]) -> None:
 class _Binding(classic.EagerBinding):
     """The methods that the framework-free bodies call."""
 
-    def cell(
+    def create_variables(
         self,
         owner: Any,
         state: ScaleState,
         scale: classic.Variable,
         good: classic.Variable,
         bad: classic.Variable | None,
-    ) -> Cell:
+    ) -> StateVariables:
         del owner
-        return Cell(state, [kind for kind in (scale, good, bad) if kind is not None])
+        return StateVariables(
+            state, [kind for kind in (scale, good, bad) if kind is not None]
+        )
 
     def constant(self, value: float) -> torch.Tensor:
         return torch.full((), value, dtype=torch.float32, device="cpu")

@@ -32,7 +32,7 @@ class _Fixed:
 class _Moving:
     """What is saved of a class that moves: its scale and its counters."""
 
-    _cell: Any
+    _state_variables: Any
     _policy: Any
 
     def state_dict(self) -> dict[str, float]:
@@ -40,7 +40,7 @@ class _Moving:
 
         The constructor's arguments are not in it.
         """
-        saved: dict[str, float] = self._cell.state_dict()
+        saved: dict[str, float] = self._state_variables.state_dict()
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class _Moving:
         Raises:
             StateError: If it is malformed or foreign; then nothing has changed.
         """
-        self._cell.load_state_dict(self._policy, state_dict)
+        self._state_variables.load_state_dict(self._policy, state_dict)
 
 
 class FixedLossScaleManager(_Fixed, classic.FixedLossScaleManager):

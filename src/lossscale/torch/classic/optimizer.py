@@ -11,7 +11,7 @@ from lossscale.errors import SettingError, SettingTypeError, StateError
 from lossscale.torch import functional
 from lossscale.torch.classic.binding import BINDING, check_keys
 from lossscale.torch.classic.loss_scales import DynamicLossScale, FixedLossScale
-from lossscale.torch.classic.wrapped_optimizer import Stepper
+from lossscale.torch.classic.wrapped_optimizer import WrappedOptimizer
 
 
 class LossScaleOptimizer(classic.LossScaleOptimizer):
@@ -70,14 +70,14 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
         if isinstance(opt, classic.LossScaleOptimizer):
             message = "opt scales its loss already. Pass the optimizer inside it."
             raise SettingError(message)
-        inner = Stepper(opt) if isinstance(opt, torch.optim.Optimizer) else opt
+        inner = WrappedOptimizer(opt) if isinstance(opt, torch.optim.Optimizer) else opt
         super().__init__(inner, loss_scale_manager, skip_nonfinite=skip_nonfinite)
 
     @property
     def optimizer(self) -> Any:
         """The optimizer inside, for learning-rate schedulers and hooks."""
         inner = self._optimizer
-        return inner.optimizer if isinstance(inner, Stepper) else inner
+        return inner.optimizer if isinstance(inner, WrappedOptimizer) else inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -103,7 +103,7 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
             loss: A tensor.
             **keywords: What `torch.Tensor.backward` takes.
         """
-        self._scaled(loss, self._current()).backward(**keywords)
+        self._scale_loss(loss, self._current()).backward(**keywords)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscale every `.grad`, take a step if all are finite, and move the scale.
@@ -123,15 +123,17 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
         Raises:
             StructureError: If no parameter has a gradient (a ValueError).
         """
-        stepper = self._stepper("step")
+        wrapped_optimizer = self._get_wrapped_optimizer("step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = [one for one, _ in stepper.groups() if one.grad is not None]
-        scaled = [one.grad.detach() for one in parameters]
+        parameters = [
+            param for param, _ in wrapped_optimizer.groups() if param.grad is not None
+        ]
+        scaled = [param.grad.detach() for param in parameters]
         unscaled = self._binding.unscale(scaled, self._current())
-        applied = self._apply(stepper, zip(unscaled, parameters, strict=True))
+        applied = self._apply(wrapped_optimizer, zip(unscaled, parameters, strict=True))
         if applied is None:
             return None
         return applied[0] if closure is None else loss
@@ -179,7 +181,7 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
                 not the optimizer's, or if a gradient has another shape than its
                 parameter (a ValueError).
         """
-        if not isinstance(self._optimizer, Stepper):
+        if not isinstance(self._optimizer, WrappedOptimizer):
             return super().apply_gradients(grads_and_vars, *arguments, **keywords)
         if arguments or keywords:
             message = (
@@ -196,8 +198,8 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
         Raises:
             StateError: If either of them has no `state_dict`.
         """
-        parts = {"optimizer": self.optimizer, "loss_scale": self._loss_scale}
-        return {name: _method(part, "state_dict")() for name, part in parts.items()}
+        owners = {"optimizer": self.optimizer, "loss_scale": self._loss_scale}
+        return {name: _method(owner, "state_dict")() for name, owner in owners.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved state of both.
@@ -206,24 +208,28 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
             StateError: If it is malformed or foreign; then nothing has changed.
         """
         check_keys(state_dict, dict.fromkeys(("optimizer", "loss_scale")))
-        stepper = self._stepper("load_state_dict")
+        wrapped_optimizer = self._get_wrapped_optimizer("load_state_dict")
         load_scale = _method(self._loss_scale, "load_state_dict")
-        before = stepper.contents()
-        stepper.load_state_dict(state_dict["optimizer"])
+        before = wrapped_optimizer.contents()
+        wrapped_optimizer.load_state_dict(state_dict["optimizer"])
         try:
             load_scale(state_dict["loss_scale"])
         except BaseException:
-            stepper.restore(before)
+            wrapped_optimizer.restore(before)
             raise
 
-    def _apply(self, stepper: Stepper, pairs: Iterable[Any]) -> tuple[Any] | None:
+    def _apply(
+        self, wrapped_optimizer: WrappedOptimizer, pairs: Iterable[Any]
+    ) -> tuple[Any] | None:
         """Return the result of the step in a tuple, or `None` if it was bad."""
-        applied: tuple[Any] | None = super().apply_gradients(stepper.prepare(pairs))
+        applied: tuple[Any] | None = super().apply_gradients(
+            wrapped_optimizer.prepare(pairs)
+        )
         return applied
 
-    def _stepper(self, method: str) -> Stepper:
+    def _get_wrapped_optimizer(self, method: str) -> WrappedOptimizer:
         """Return the torch optimizer inside, or raise if it is something else."""
-        if isinstance(self._optimizer, Stepper):
+        if isinstance(self._optimizer, WrappedOptimizer):
             return self._optimizer
         message = (
             f"{method} is for optimizers of torch.optim, and this one wraps a "
@@ -233,18 +239,18 @@ class LossScaleOptimizer(classic.LossScaleOptimizer):
 
     def _can_be_applied(self, gradients: list[Any], variables: list[Any]) -> Any:
         """Return whether the gradients are finite, and stay so when applied."""
-        if not isinstance(self._optimizer, Stepper):
+        if not isinstance(self._optimizer, WrappedOptimizer):
             return super()._can_be_applied(gradients, variables)
         flags = self._optimizer.is_finite(gradients, variables)
         return functional.all_true(flags, torch.device("cpu"))
 
 
-def _method(part: Any, name: str) -> Callable[..., Any]:
+def _method(owner: Any, name: str) -> Callable[..., Any]:
     """Return a method that saves or loads, or say that it is missing."""
-    method: Callable[..., Any] | None = getattr(part, name, None)
+    method: Callable[..., Any] | None = getattr(owner, name, None)
     if not callable(method):
         message = (
-            f"{type(part).__name__} has no {name}, so its state cannot be saved and "
+            f"{type(owner).__name__} has no {name}, so its state cannot be saved and "
             "loaded. Give it state_dict() and load_state_dict(state_dict)."
         )
         raise StateError(message)

@@ -16,7 +16,7 @@ from lossscale.torch import gradient as gradient_ops
 from lossscale.torch.inspection.headroom import class_with_step, find_bounds
 
 
-class Stepper:
+class WrappedOptimizer:
     """A `torch.optim.Optimizer` with `compute_gradients` and `apply_gradients`."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -29,13 +29,13 @@ class Stepper:
             )
             raise SettingError(message)
         self.optimizer = optimizer
-        for one, group in self.groups():
-            _check_epsilon(optimizer, one, group)
+        for param, group in self.groups():
+            _check_epsilon(optimizer, param, group)
 
     def groups(self) -> list[tuple[Any, Mapping[str, Any]]]:
         """Return every parameter with the settings of its group."""
         groups = self.optimizer.param_groups
-        return [(one, group) for group in groups for one in group["params"]]
+        return [(param, group) for group in groups for param in group["params"]]
 
     def compute_gradients(
         self, loss: Any, var_list: Any = None, **keywords: Any
@@ -44,23 +44,23 @@ class Stepper:
         with torch.enable_grad():
             value = loss() if callable(loss) else loss
         if var_list is None:
-            var_list = [one for one, _ in self.groups() if one.requires_grad]
+            var_list = [param for param, _ in self.groups() if param.requires_grad]
         parameters = list(var_list)
-        found = torch.autograd.grad(value, parameters, allow_unused=True, **keywords)
-        return list(zip(found, parameters, strict=True))
+        grads = torch.autograd.grad(value, parameters, allow_unused=True, **keywords)
+        return list(zip(grads, parameters, strict=True))
 
     def apply_gradients(self, grads_and_vars: Iterable[Any]) -> tuple[Any]:
         """Take a step with these gradients alone; the result is a tuple."""
-        before = [(one, one.grad) for one, _ in self.groups()]
+        before = [(param, param.grad) for param, _ in self.groups()]
         try:
-            for one, _ in before:
-                one.grad = None
-            for gradient, one in grads_and_vars:
-                one.grad = gradient
+            for param, _ in before:
+                param.grad = None
+            for gradient, param in grads_and_vars:
+                param.grad = gradient
             return (self.optimizer.step(),)
         except BaseException:
-            for one, gradient in before:
-                one.grad = gradient
+            for param, gradient in before:
+                param.grad = gradient
             raise
 
     def prepare(self, pairs: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -68,25 +68,27 @@ class Stepper:
 
         What overflows by that is seen by the finite check, which comes after.
         """
-        left = {id(one): index for index, (one, _) in enumerate(self.groups())}
-        found = []
-        for gradient, one in pairs:
-            index = left.pop(id(one), None)
+        remaining = {id(param): index for index, (param, _) in enumerate(self.groups())}
+        prepared = []
+        for gradient, param in pairs:
+            index = remaining.pop(id(param), None)
             if index is None:
                 message = (
                     "A gradient was given for what is not a parameter of the "
-                    f"optimizer, or for one twice: {_describe(one)}."
+                    f"optimizer, or for one twice: {_describe(param)}."
                 )
                 raise StructureError(message)
             if gradient is not None:
-                found.append((_as_parameter(gradient, one, f"parameter {index}"), one))
-        if not found:
+                prepared.append(
+                    (_as_parameter(gradient, param, f"parameter {index}"), param)
+                )
+        if not prepared:
             message = (
                 "There is no gradient for any parameter of the optimizer. Check that "
                 "the loss depends on them, and that backward came before step."
             )
             raise StructureError(message)
-        return found
+        return prepared
 
     def is_finite(self, gradients: list[Any], parameters: list[Any]) -> list[Any]:
         """Return of each gradient whether it is finite, and stays so in the step."""
@@ -133,8 +135,8 @@ def _as_parameter(gradient: Any, parameter: Any, name: str) -> torch.Tensor:
     if checked.is_complex() and not parameter.is_complex():
         message = f"The gradient of {name} is complex, and its parameter is not."
         raise StructureError(message)
-    wide = gradient_ops.coalesce(gradient_ops.upcast(checked.detach()))
-    return gradient_ops.check(name, wide.to(parameter.device, parameter.dtype))
+    upcast_grad = gradient_ops.coalesce(gradient_ops.upcast(checked.detach()))
+    return gradient_ops.check(name, upcast_grad.to(parameter.device, parameter.dtype))
 
 
 def _check_epsilon(optimizer: Any, parameter: Any, group: Mapping[str, Any]) -> None:

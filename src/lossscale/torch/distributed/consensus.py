@@ -74,8 +74,8 @@ class HostOps:
     @staticmethod
     def numbers(tensor: torch.Tensor) -> list[Number]:
         """Return the numbers of a tensor."""
-        listed: list[Number] = tensor.reshape(-1).tolist()
-        return listed
+        values: list[Number] = tensor.reshape(-1).tolist()
+        return values
 
     @staticmethod
     def tensor(number: Number, _device: torch.device) -> torch.Tensor:
@@ -210,23 +210,23 @@ def _reduce_by_sum(
     for index in sorted({*plan.deciding, *plan.summing}):
         group = plan.groups[index]
         # Sums that are sharded over the same groups from here on are one sum.
-        here = [sharding for sharding in sorted(pending) if sharding[:1] == (index,)]
+        reduced = [sharding for sharding in sorted(pending) if sharding[:1] == (index,)]
         if not any(pending):  # all squares are added up
             implied = level_of_norm(pending[()] ** 0.5)
             level = ops.where(implied > level, implied, level)
-        payload = [level, nan, loss, *prints, *(pending[key] for key in here)]
+        payload = [level, nan, loss, *prints, *(pending[key] for key in reduced)]
         level, nan, loss, *sums = ops.all_reduce(
             payload, group, distributed.ReduceOp.SUM
         )
         drifted = level >= _DRIFTED
-        for own, total in zip(prints, sums, strict=False):
-            drifted = drifted | (total != own * len(group.members))
+        for value, total in zip(prints, sums, strict=False):
+            drifted = drifted | (total != value * len(group.members))
         level = ops.where(drifted, zero + _DRIFTED, _highest_level(level, ops))
         nan, loss = _as_flag(nan, ops), _as_flag(loss, ops)
-        for sharding, total in zip(here, sums[len(prints) :], strict=True):
+        for sharding, total in zip(reduced, sums[len(prints) :], strict=True):
             del pending[sharding]
-            rest = sharding[1:]
-            pending[rest] = pending.get(rest, zero) + total
+            remaining = sharding[1:]
+            pending[remaining] = pending.get(remaining, zero) + total
     squares: dict[Sharding, Number] = {(): pending[()]}
     return findings._replace(level=level, nan=nan, loss_nonfinite=loss, squares=squares)
 
@@ -247,9 +247,9 @@ def _all_reduce(
     payload: torch.Tensor, group: RankGroup, operation: ReduceOp
 ) -> torch.Tensor:
     """Return numbers that were reduced over a group, on the device they came from."""
-    there = payload.to(_device_of(group, payload.device))
-    distributed.all_reduce(there, op=operation, group=group.group)
-    return there.to(payload.device)
+    copy = payload.to(_device_of(group, payload.device))
+    distributed.all_reduce(copy, op=operation, group=group.group)
+    return copy.to(payload.device)
 
 
 def _device_of(group: RankGroup, device: torch.device) -> torch.device:
@@ -297,25 +297,25 @@ def _raise_drift(
     All ranks of a plan come here together, so they can be asked.
     """
     plan.late_drift.clear()
-    own = (
+    local_state = (
         0.0 if scale is None else float(scale),
         0 if growth_tracker is None else int(growth_tracker),
     )
-    states = {distributed.get_rank(): own}
+    states = {distributed.get_rank(): local_state}
     for group in plan.groups:
-        gathered: list[dict[int, tuple[float, int]]] = [{} for _ in group.members]
-        distributed.all_gather_object(gathered, states, group=group.group)
-        for others in gathered:
-            states |= others
+        dicts: list[dict[int, tuple[float, int]]] = [{} for _ in group.members]
+        distributed.all_gather_object(dicts, states, group=group.group)
+        for of_member in dicts:
+            states |= of_member
     ranks: dict[tuple[float, int], list[int]] = defaultdict(list)
     for rank, state in sorted(states.items()):
         ranks[state].append(rank)
-    listed = "; ".join(
+    text = "; ".join(
         f"{_list_ranks(members)} {scale:g} ({count} finite steps)"
         for (scale, count), members in ranks.items()
     )
     message = (
-        f"Loss scales differ between ranks: {listed}. The step was skipped on all "
+        f"Loss scales differ between ranks: {text}. The step was skipped on all "
         "ranks. Load the same state_dict() on every rank, and call update(new_scale) "
         "with the same number on all ranks or on none. If one scaler steps optimizers "
         "on different meshes, pass process_groups=."

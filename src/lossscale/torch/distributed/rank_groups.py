@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lossscale.core.validation import format_value
-from lossscale.errors import SettingError, SettingTypeError
+from lossscale.errors import ContextError, SettingError, SettingTypeError
 
 
 @runtime_checkable
@@ -55,6 +55,16 @@ class RankGroups(NamedTuple):
     """Those of them that have different shards of gradients that are not DTensors."""
     shards_over_world: bool = False
     """Whether all ranks have shards, once the process group is initialized."""
+
+    def require_none_to_pickle(self) -> None:
+        """Raise if there are process groups: they belong to their process."""
+        if self.deciding and not self.shards_over_world:
+            message = (
+                "A scaler that was made with process_groups=, meshes= or shard_groups= "
+                "cannot be pickled or copied: process groups belong to their process. "
+                "Save scaler.state_dict() and load it into a new one."
+            )
+            raise ContextError(message)
 
     def resolve(self) -> "RankGroups":
         """Return the groups, with all ranks among them if they can be known by now."""
@@ -99,11 +109,13 @@ def parse_rank_groups(
             *sharding,
         ]
     )
-    known = {group.members for group in sharding}
-    others = [group for group in deciding if group.members not in known]
+    sharding_members = {group.members for group in sharding}
+    deciding_only = [
+        group for group in deciding if group.members not in sharding_members
+    ]
     # Sharding groups come last: a rank's sum over earlier groups may differ from one
     # pipeline stage to the next.
-    return RankGroups((*others, *sharding), tuple(sharding))
+    return RankGroups((*deciding_only, *sharding), tuple(sharding))
 
 
 def is_running() -> bool:
@@ -120,43 +132,44 @@ def groups_of_mesh(mesh: DeviceMesh) -> list[RankGroup]:
 
 def distinct_groups(groups: Iterable[RankGroup]) -> list[RankGroup]:
     """Return the groups of more than one rank, each set of ranks once."""
-    known: dict[tuple[int, ...], RankGroup] = {}
+    by_members: dict[tuple[int, ...], RankGroup] = {}
     for group in groups:
         if len(group.members) > 1:
-            known.setdefault(group.members, group)
-    return list(known.values())
+            by_members.setdefault(group.members, group)
+    return list(by_members.values())
 
 
-def _flatten(name: str, given: object) -> Iterable[RankGroup]:
+def _flatten(name: str, argument: object) -> Iterable[RankGroup]:
     """Yield the process groups of an argument: one of them, or several."""
-    if given is None:
+    if argument is None:
         return
-    if isinstance(given, (list, tuple)):
-        for item in given:
+    if isinstance(argument, (list, tuple)):
+        for item in argument:
             yield from _flatten(name, item)
-    elif isinstance(given, DeviceMesh):
-        yield from groups_of_mesh(given)
-    elif _is_duck_typed(given) and isinstance(given, GroupLike):
-        yield RankGroup(given, tuple(range(given.size())))
-    elif given is distributed.GroupMember.NON_GROUP_MEMBER:
+    elif isinstance(argument, DeviceMesh):
+        yield from groups_of_mesh(argument)
+    elif _is_duck_typed(argument) and isinstance(argument, GroupLike):
+        yield RankGroup(argument, tuple(range(argument.size())))
+    elif argument is distributed.GroupMember.NON_GROUP_MEMBER:
         message = (
             f"{name} contains a group that this rank is not a member of. Pass every "
             "rank the group that it belongs to."
         )
         raise SettingError(message)
-    elif isinstance(given, ProcessGroup):
-        yield _rank_group(given)
+    elif isinstance(argument, ProcessGroup):
+        yield _rank_group(argument)
     else:
         message = (
             f"{name} must be a process group or a device mesh, or a list of them; got "
-            f"{format_value(given)}. Write torch.distributed.group.WORLD for all ranks."
+            f"{format_value(argument)}. Write torch.distributed.group.WORLD for all "
+            "ranks."
         )
         raise SettingTypeError(message)
 
 
-def _is_duck_typed(given: object) -> bool:
+def _is_duck_typed(argument: object) -> bool:
     """Whether an object has the methods of a process group without being one."""
-    return isinstance(given, GroupLike) and not isinstance(given, ProcessGroup)
+    return isinstance(argument, GroupLike) and not isinstance(argument, ProcessGroup)
 
 
 def _rank_group(group: ProcessGroup) -> RankGroup:

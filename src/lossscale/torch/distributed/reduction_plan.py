@@ -51,12 +51,12 @@ class ReductionPlan:
         # after the other has then reached every rank of the mesh. Declared groups come
         # last and in the order of the declaration, which is the same on ranks that have
         # other parameters.
-        known = {group.members for group in declared.deciding}
+        declared_members = {group.members for group in declared.deciding}
         of_meshes = [
             group
             for groups in meshes.values()
             for group in groups
-            if group.members not in known
+            if group.members not in declared_members
         ]
         self.groups = distinct_groups([*of_meshes, *declared.deciding])
         self._index = {group.members: index for index, group in enumerate(self.groups)}
@@ -72,7 +72,7 @@ class ReductionPlan:
         self.deciding = [
             index
             for index, group in enumerate(self.groups)
-            if not any(set(group.members) < whole for whole in covering)
+            if not any(set(group.members) < members for members in covering)
         ]
         """The groups that are enough for a decision."""
 
@@ -102,13 +102,13 @@ class ReductionPlan:
         if dtensor is None:
             return self._declared_sharding
         groups = meshes[dtensor.device_mesh]
-        own = {
+        sharded = {
             self._index[group.members]
             for group, placement in zip(groups, dtensor.placements, strict=False)
             if not placement.is_replicate() and group.members in self._index
         }
         of_mesh = {self._index.get(group.members) for group in groups}
-        return tuple(sorted(own | (set(self._declared_sharding) - of_mesh)))
+        return tuple(sorted(sharded | (set(self._declared_sharding) - of_mesh)))
 
 
 def _fingerprint(params: list[torch.Tensor]) -> tuple[int, ...]:

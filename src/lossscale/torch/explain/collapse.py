@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from lossscale.torch.scaler.report import StepReport
 
 _NOT_TRIED = "Lower scales were not tried: scaler.explain(step_function) does that."
+_STILL_LOWERED = (
+    "It is still being lowered; scaler.explain(step_function) tries lower scales at "
+    "once."
+)
 
 
 def watch_next_batch(scaler: "ref[GradScaler]", model: "ref[torch.nn.Module]") -> None:
@@ -49,7 +53,12 @@ class BatchWatch:
         self._names = Names(model)
         self._tracker = ModuleTracker()
         self._watch = OperatorWatch(model, self._names, self._tracker)
-        self._gradients = GradientWatch(model, self._names, self._watch.event_of)
+        self._gradients = GradientWatch(
+            model,
+            self._names,
+            self._watch.event_of,
+            self._watch.losses.note_gradient,
+        )
         self._losses: list[Event | None] = []
         self._scale = scaler.scale
         self._modules = list(model.modules())
@@ -69,7 +78,7 @@ class BatchWatch:
         for loss in tree_leaves(outputs):
             if isinstance(loss, torch.Tensor):
                 self._losses.append(self._watch.event_of(loss))
-                self._watch.micro_batch += 1
+                self._watch.losses.note_scaled()
         return self._scale(outputs)
 
     def _finish(self, report: "StepReport", **options: Any) -> None:
@@ -89,9 +98,13 @@ class BatchWatch:
     def _conclude(self, scale: float) -> Explanation:
         parts = [*self._modules, *self._tracker.entered]
         notes = (*note_compiled(parts), *self._watch.notes())
-        seen = conclude(self._names, self._gradients, self._losses, scale, notes)
-        if seen.loss_finite is not False and not seen.finite:
-            seen = replace(seen, notes=(_NOT_TRIED, *seen.notes))
+        count = self._watch.losses
+        seen = conclude(self._names, self._gradients, self._losses, count, scale, notes)
+        if seen.may_depend_on_scale:
+            note = _NOT_TRIED
+            if seen.is_backward_overflow and self._scaler.get_scale() < scale:
+                note = _STILL_LOWERED
+            seen = replace(seen, notes=(note, *seen.notes))
         # Every rank speaks for itself: a collective here could wait for ever.
         return replace(
             seen, rank=torch.distributed.get_rank() if is_running() else None

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from lossscale.core.explanation.findings import Role
+from lossscale.core.explanation.kinds import Kind
 from lossscale.core.explanation.origins import Origin
-from lossscale.torch.explain.kinds import Kind
 
 
 class Site(NamedTuple):
@@ -26,11 +26,12 @@ class Event:
 
     index: int
     """Events are counted in the order in which they happened."""
-    operation: str
+    operation: str | None
+    """`None` for what no operator wrote."""
     kind: Kind
     origin: Origin | None
     """What the operator did; `None` if it passed on what it was given."""
-    parents: tuple["Event", ...] = ()
+    bad_parents: tuple["Event", ...] = ()
     """The events whose results it read."""
     site: Site | None = None
     node: str | None = None
@@ -40,20 +41,12 @@ class Event:
     is_backward: bool = False
     is_passive: bool = False
     """Whether it only copies, casts or adds up what it is given."""
-    micro_batch: int = 0
+    loss: int = 0
+    """Which of several losses it was part of."""
     role: Role = "intermediate"
     tensor: str | None = None
     dtype: str | None = None
     magnitude: float | None = None
     largest: float | None = None
-
-    @property
-    def is_deliberate(self) -> bool:
-        """Whether it wrote or was a mask, such as that of attention.
-
-        Its infinities are there on purpose; what is made of them may not be.
-        """
-        given = self.origin in ("batch", "parameter", "buffer")
-        if self.origin == "constant":
-            return not self.kind.nan
-        return given and self.kind.is_mask
+    lost_epsilon: float | None = None
+    """A number that was added to what it divided by, and that is 0 in the format."""

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lossscale.core.explanation.causes import find_causes
 from lossscale.core.explanation.findings import Explanation, Finding, Trial
 from lossscale.core.explanation.trials import scales_to_try
 from lossscale.core.validation import format_value
 from lossscale.errors import ContextError, SettingError, SettingTypeError
-from lossscale.torch.explain import causes, ranks
+from lossscale.torch.explain import ranks
+from lossscale.torch.explain.description import describe, describe_late
 from lossscale.torch.explain.events import Event
 from lossscale.torch.explain.gradients import GradientWatch
+from lossscale.torch.explain.losses import LossCount
 from lossscale.torch.explain.modules import ModuleTracker, Names
 from lossscale.torch.explain.snapshot import Snapshot
 from lossscale.torch.explain.stand_ins import StandIns
@@ -122,12 +125,14 @@ class _Run:
         """Run the batch at its scale and inspect every operator."""
         tracker = ModuleTracker()
         watch = OperatorWatch(self._model, self._names, tracker)
-        gradients = GradientWatch(self._model, self._names, watch.event_of)
+        gradients = GradientWatch(
+            self._model, self._names, watch.event_of, watch.losses.note_gradient
+        )
         losses: list[Event | None] = []
 
         def note_loss(loss: torch.Tensor) -> None:
             losses.append(watch.event_of(loss))
-            watch.micro_batch += 1
+            watch.losses.note_scaled()
 
         stand_ins = StandIns(self._scaler, scale, note_loss, gradients.check_all)
         snapshot.begin_run()
@@ -136,7 +141,7 @@ class _Run:
         self.entered = list(tracker.entered)
         parts = [*self._model.modules(), *self.entered]
         notes = (*note_compiled(parts), *watch.notes())
-        return conclude(self._names, gradients, losses, scale, notes)
+        return conclude(self._names, gradients, losses, watch.losses, scale, notes)
 
     def is_finite_at(self, scale: float, snapshot: Snapshot, guard: WriteGuard) -> bool:
         """Run the batch at another scale; return whether all gradients are finite."""
@@ -165,10 +170,10 @@ class _Run:
                 stack.enter_context(watch)
             result = self._step_function()
             is_loss = isinstance(result, torch.Tensor) and result.requires_grad
-            if is_loss and not gradients.arrived and not stand_ins.is_scale_used:
+            if is_loss and not gradients.has_arrived and not stand_ins.is_scale_used:
                 stand_ins.scale(result).backward()
             gradients.check_all()
-        if not gradients.arrived:
+        if not gradients.has_arrived:
             message = (
                 "The step function ran no backward pass that reached a parameter of "
                 "the model. It must call scaler.scale(loss).backward() for one batch, "
@@ -214,6 +219,7 @@ def conclude(
     names: Names,
     gradients: GradientWatch,
     losses: list[Event | None],
+    count: LossCount,
     scale: float,
     notes: tuple[str, ...],
 ) -> Explanation:
@@ -224,20 +230,19 @@ def conclude(
         gradients: The gradients of its parameters.
         losses: For each loss that was scaled, the event that wrote it; `None` if it
             was finite.
+        count: How many losses there were.
         scale: The scale.
         notes: What could not be seen.
     """
     loss = next((event for event in losses if event is not None), None)
     ends = [loss] if loss else [end for end in gradients.nonfinite.values() if end]
-    first, first_nan = causes.find_causes(ends)
+    found = find_causes(ends)
     findings: list[Finding | None] = [
-        None
-        if event is None
-        else causes.describe(event, names, gradients, loss, len(losses))
-        for event in (first, first_nan)
+        None if event is None else describe(event, names, gradients, loss, count)
+        for event in found
     ]
-    if first is None and gradients.late:
-        findings[0] = causes.arrived_from_ranks(*next(iter(gradients.late.items())))
+    if findings[0] is None and gradients.late:
+        findings[0] = describe_late(*next(iter(gradients.late.items())))
     last, broken = gradients.bracket()
     return Explanation(
         scale=scale,
@@ -251,12 +256,15 @@ def conclude(
     )
 
 
-def _may_help(seen: Any) -> bool:
-    """Whether lower scales are worth a try: a gradient overflowed, and no loss."""
+def _may_help(seen: Iterable[Explanation]) -> bool:
+    """Whether lower scales are worth a try: all that went wrong did so in gradients.
+
+    A loss that is not finite may be made of gradients: that of a gradient penalty.
+    """
     parts = list(seen)
     if all(part.finite for part in parts):
         return False
-    return all(part.loss_finite is not False for part in parts)
+    return all(part.finite or part.may_depend_on_scale for part in parts)
 
 
 def _join(

@@ -1,32 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Kind`: whether a tensor has NaN or infinities. Waits for the device."""
-
-from typing import NamedTuple
+"""Whether a tensor has NaN or infinities, and where it is. Waits for the device."""
 
 import torch
 
+from lossscale.core.explanation.kinds import Kind
 from lossscale.torch.distributed.dtensor import local_shard
 from lossscale.torch.torch_internals import uncoalesced_values
-
-
-class Kind(NamedTuple):
-    """What a tensor has that is not finite."""
-
-    nan: bool
-    plus: bool
-    """Whether it has +inf."""
-    minus: bool
-    """Whether it has -inf."""
-
-    @property
-    def inf(self) -> bool:
-        """Whether it has an infinity of either sign."""
-        return self.plus or self.minus
-
-    @property
-    def is_mask(self) -> bool:
-        """Whether it has -inf only, as the masks of attention have on purpose."""
-        return self.minus and not self.plus and not self.nan
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -74,3 +53,13 @@ def address_of(tensor: torch.Tensor) -> int | None:
         return local.untyped_storage().data_ptr() or None
     except (NotImplementedError, RuntimeError):  # a wrapper without a storage
         return None
+
+
+def covers_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of its storage, rather than a view of a part of it."""
+    try:
+        local = local_shard(tensor.detach())
+        size = local.numel() * local.element_size()
+        return size == local.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # a wrapper without a storage
+        return True

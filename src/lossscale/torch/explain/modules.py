@@ -8,6 +8,8 @@ has been noted.
 """
 
 import contextlib
+import linecache
+import re
 import sys
 import threading
 from bisect import bisect_right
@@ -23,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.torch.explain.events import Site
-from lossscale.torch.torch_internals import sequence_number
+from lossscale.torch.torch_internals import current_node, sequence_number
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -31,13 +33,28 @@ if TYPE_CHECKING:
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Parts of names that wrappers put in: torch.compile, checkpointing, FSDP1."""
 
+_TORCH = Path(torch.__file__).parent
+_KERAS = str(_TORCH.parent / "keras")
 _LIBRARIES = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parent.parent),
+    str(_TORCH),
+    _KERAS,
+    str(Path(__file__).parent.parent.parent),
     str(Path(contextlib.__file__)),
     "<frozen",
 )
 """Where code is not the user's."""
+
+_EXPLAINER = str(Path(__file__).with_name("explainer.py"))
+
+_DISPATCH = (
+    str(Path(__file__).parent),
+    *(str(_TORCH / name) for name in ("_ops.py", "_compile.py", "_dynamo")),
+    str(_TORCH / "utils" / "_python_dispatch.py"),
+)
+"""Code between an operator and the one who called it."""
+
+_CAST = re.compile(r"\.(to|half|bfloat16|type|type_as|float)\(")
+"""A line that casts a tensor."""
 
 
 _CASTS = ("ToCopyBackward0", "TBackward0", "ViewBackward0", "UnsafeViewBackward0")
@@ -69,6 +86,11 @@ class Names:
         """Return the name of a module; `None` if it is not part of the model."""
         return None if module is None else self._modules.get(id(module))
 
+    def of_parameter(self, module: torch.nn.Module, name: str) -> str:
+        """Return the name of a parameter by that within its module."""
+        prefix = self.of_module(module)
+        return clean_name(f"{prefix}.{name}" if prefix else name)
+
     def owner_of(self, tensor: torch.Tensor) -> torch.nn.Module | None:
         """Return the module that has a parameter or a buffer."""
         return self._owners.get(id(tensor))
@@ -98,6 +120,8 @@ class ModuleTracker:
         """The modules that were entered, in order."""
         self.on_exit: Any = None
         """Called with a module and its outputs."""
+        self.on_enter_outermost: Any = None
+        """Called with a module that a forward pass enters outside any other."""
 
     def __enter__(self) -> None:
         """Watch all modules."""
@@ -112,11 +136,16 @@ class ModuleTracker:
         self._handles.close()
 
     def _push(self, module: torch.nn.Module, _: Any) -> None:
+        node = current_node()
+        self._note_silent_node(node)
+        if not self._stack and node is None and self.on_enter_outermost is not None:
+            self.on_enter_outermost(module)
         self._stack.append(module)
         self.entered.setdefault(module)
         self.is_backward = False
 
     def _pop(self, module: torch.nn.Module, _: Any, outputs: Any) -> None:
+        self._note_silent_node(current_node())
         # An exception may have left modules on the stack.
         while self._stack and self._stack.pop() is not module:
             pass
@@ -136,21 +165,32 @@ class ModuleTracker:
         depth = self._depth_at_backward
         is_backward = depth is not None and len(self._stack) <= depth
         self.is_backward |= is_backward
-        if not is_backward and torch.is_grad_enabled():
+        # Without gradients as well: the forward pass of a custom autograd function has
+        # none, and its node was made before.
+        if not is_backward:
             self._note_site()
         return is_backward
+
+    def _note_silent_node(self, node: Any) -> None:
+        """Note a node that was made without an operator, before the module changes.
+
+        It is that of a custom function that returns what it was given.
+        """
+        depth = self._depth_at_backward
+        if self._stack and (node is None or depth is None or len(self._stack) > depth):
+            self._note_site(Site(self._stack[-1], None))
 
     def here(self) -> Site:
         """Return where the forward pass is."""
         return Site(self._stack[-1] if self._stack else None, self._line_of_caller())
 
-    def _note_site(self) -> None:
-        """Note where the newest node was made, by the first operator after it."""
+    def _note_site(self, site: Site | None = None) -> None:
+        """Note where the newest node was made, unless that is known."""
         number = sequence_number() - 1
         numbers, sites = self._sites.setdefault(threading.get_ident(), ([], []))
         if not numbers or number > numbers[-1]:
             numbers.append(number)
-            sites.append(self.here())
+            sites.append(site or self.here())
 
     def site_of(self, node: Any) -> Site | None:
         """Return where a node was made; `None` if it is not known."""
@@ -176,11 +216,27 @@ class ModuleTracker:
                 return True
         return False
 
+    def is_users_cast(self) -> bool:
+        """Whether the user's code asked for the cast that runs now, not autocast."""
+        frame: FrameType | None = sys._getframe()  # noqa: SLF001
+        while frame is not None and frame.f_code.co_filename.startswith(_DISPATCH):
+            frame = frame.f_back
+        if frame is None or frame.f_code.co_filename.startswith(_KERAS):
+            return False  # Keras casts what a layer reads, as autocast does
+        nesting = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        if nesting == 0:
+            return True
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        return _CAST.search(line) is not None
+
     def _line_of_caller(self) -> str | None:
         """Return the innermost line that is not torch's, nor ours."""
         frame: FrameType | None = sys._getframe()  # noqa: SLF001
         while frame is not None:
             code = frame.f_code
+            if code.co_filename == _EXPLAINER:
+                return None  # what called explain() did not run the operator
             if code not in self._is_users:
                 self._is_users[code] = not code.co_filename.startswith(_LIBRARIES)
             if self._is_users[code]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from lossscale.core.explanation.kinds import Kind
 from lossscale.core.explanation.origins import Origin
-from lossscale.torch.explain.kinds import Kind, kind_of
+from lossscale.torch.explain.kinds import kind_of
 
 _PRETTY = {"_to_copy": "to", "lift_fresh": "tensor"}
 
@@ -43,12 +44,13 @@ def find_origin(
         kind: What its result has that is not finite.
         is_given: Whether an input had an infinity, and none a NaN.
     """
-    scalars = [*_flat(args), *_flat(kwargs.values())]
-    if not is_given and name in _CONSTANTS and any(map(_is_nonfinite, scalars)):
+    values = [*_flat(args), *_flat(kwargs.values())]
+    scalars = [value for value in values if isinstance(value, float)]
+    if any(map(math.isnan, scalars)) and kind.nan:
         return "constant"
-    if name == "tensor":
+    if name == "tensor" or (not is_given and any(map(math.isinf, scalars))):
         return "constant"
-    tensors = [x for x in scalars if isinstance(x, torch.Tensor)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if is_given:
         return _find_of_infinities(name, args, tensors)
     if name in _QUESTIONS:
@@ -69,7 +71,7 @@ def _find_of_infinities(
         return "inf * 0"
     if name in ("div", "addcdiv"):
         return "inf / inf"
-    if name in _BILINEAR:
+    if name in BILINEAR:
         return "inf * 0" if _has_zero_partner(name, args) else "inf - inf"
     if name in ("sin", "cos", "tan", "acos", "asin", "fmod", "remainder"):
         return "outside the domain"
@@ -78,7 +80,7 @@ def _find_of_infinities(
 
 def _has_zero_partner(name: str, args: Sequence[Any]) -> bool:
     """Whether a product multiplied an infinity by 0."""
-    first, second = (args[index] for index in _BILINEAR[name])
+    first, second = (args[index] for index in BILINEAR[name])
     if name == "convolution":
         return bool((first == 0).any() or (second == 0).any())
     for one, other in ((first, second), (second, first)):
@@ -152,24 +154,7 @@ _OF_INFINITY: dict[str, Origin] = {
 }
 """What an operator did that made an infinity, but no NaN, of finite numbers."""
 
-_CONSTANTS = frozenset(
-    {
-        "masked_fill",
-        "full",
-        "full_like",
-        "new_full",
-        "fill",
-        "scalar_tensor",
-        "where",
-        "constant_pad_nd",
-        "index_fill",
-        "scatter",
-        "nan_to_num",
-    }
-)
-"""Operators that write a number that they are given."""
-
-_BILINEAR = {
+BILINEAR = {
     "mm": (0, 1),
     "bmm": (0, 1),
     "mv": (0, 1),
@@ -195,7 +180,3 @@ def _flat(values: Any) -> list[Any]:
         else:
             flat.append(value)
     return flat
-
-
-def _is_nonfinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

@@ -2,31 +2,37 @@
 """`OperatorWatch`: inspects what every operator reads and writes.
 
 It records operators whose results are not finite, and which of them read the results of
-which others. A result is known by the address of its storage: each operator that writes
-to it renews what is known of that address, so that no tensor is kept alive.
+which others.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from lossscale.core.explanation.findings import Role
+from lossscale.core.explanation.kinds import Kind
 from lossscale.core.explanation.origins import Origin
 from lossscale.core.headroom import LARGEST
 from lossscale.torch.explain import magnitudes
+from lossscale.torch.explain.epsilons import LostEpsilons
 from lossscale.torch.explain.events import Event, Site
-from lossscale.torch.explain.kinds import Kind, address_of, is_finite, kind_of
+from lossscale.torch.explain.kinds import address_of, covers_storage, kind_of
+from lossscale.torch.explain.losses import LossCount
 from lossscale.torch.explain.modules import ModuleTracker, Names
 from lossscale.torch.explain.operators import (
     Arguments,
-    copy_written,
+    Inputs,
+    collective_inputs,
     has_known_results,
+    is_allocation,
+    keep_inputs,
     tensors_in,
     written_tensors,
 )
-from lossscale.torch.explain.origins import find_origin, plain_name
+from lossscale.torch.explain.origins import BILINEAR, find_origin, plain_name
+from lossscale.torch.explain.trail import Arrival, Moment, Reading, Trail
 from lossscale.torch.torch_internals import current_node, is_mutable
 
 
@@ -37,28 +43,15 @@ class OperatorWatch(TorchDispatchMode):
         self, model: torch.nn.Module | None, names: Names, tracker: ModuleTracker
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[Event] = []
-        self.micro_batch = 0
-        """How many losses were scaled."""
+        self.losses = LossCount()
+        self._trail = Trail(model, names)
+        self._epsilons = LostEpsilons()
         self._unread: set[str] = set()
         """Operators whose results could not be read."""
         self._names = names
         self._tracker = tracker
         tracker.on_exit = self._mark_outputs
-        self._by_address: dict[int, Event] = {}
-        self._from_ranks: set[int] = set()
-        """Addresses to which a collective wrote; it may not have finished."""
-        self._owned: dict[int, tuple[Role, torch.Tensor]] = {}
-        """Parameters and buffers by address."""
-        if model is not None:
-            self._note_owned("buffer", model.buffers())
-            self._note_owned("parameter", model.parameters())
-
-    def _note_owned(self, role: Role, tensors: Any) -> None:
-        for tensor in tensors:
-            address = address_of(tensor)
-            if address is not None:
-                self._owned[address] = role, tensor
+        tracker.on_enter_outermost = self.losses.note_module
 
     def notes(self) -> tuple[str, ...]:
         """Return what could not be seen."""
@@ -69,11 +62,11 @@ class OperatorWatch(TorchDispatchMode):
 
     def event_of(self, tensor: torch.Tensor) -> Event | None:
         """Return the event that wrote a tensor, or that found it."""
-        if is_finite(tensor):
+        kind = kind_of(tensor)
+        if kind is None:
             return None
-        address = address_of(tensor)
-        event = None if address is None else self._by_address.get(address)
-        return event or self._record_given(tensor, kind_of(tensor), None)
+        reading = Reading(tensor, kind, address_of(tensor))
+        return self._trail.parent_of(reading, self._moment_of_given(None))
 
     # -- one operator ------------------------------------------------------------------
 
@@ -88,69 +81,83 @@ class OperatorWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         node = current_node()
         is_backward = self._tracker.enter_operator(node)
+        if is_backward:
+            self.losses.note_backward()
         if _is_capturing() or func.__name__.startswith(_OF_OPTIMIZERS):
             return func(*args, **kwargs)
         if func.namespace in _COLLECTIVES:
-            results = func(*args, **kwargs)
-            self._note_collective((args, kwargs, results))
-            return results
-        before = args, kwargs
-        if is_mutable(func):
-            with torch.no_grad():
-                before = copy_written(func, args, kwargs)
+            return self._run_collective(func, args, kwargs)
+        with torch.no_grad():
+            inputs = keep_inputs(func, args, kwargs)
         results = func(*args, **kwargs)
-        if not has_known_results(func):
+        if is_allocation(func):
+            for tensor in tensors_in(results):
+                self._trail.forget(address_of(tensor))
+        elif not has_known_results(func):
+            written = results
+            if is_mutable(func) and not tensors_in(results):
+                written = written_tensors(func, args, kwargs)
             try:
                 with torch.no_grad():
-                    self._inspect(func, before, results, node, is_backward=is_backward)
-            # A tensor of a kind that cannot be read must not stop a training.
-            except (RuntimeError, TypeError, NotImplementedError):
+                    self._inspect(func, inputs, written, node, is_backward=is_backward)
+            except _UNREADABLE:
                 self._unread.add(plain_name(func))
         return results
 
-    def _note_collective(self, values: Any) -> None:
-        for tensor in tensors_in(values):
-            address = address_of(tensor)
-            if address is not None:
-                self._from_ranks.add(address)
-                self._by_address.pop(address, None)
+    def _run_collective(
+        self, func: Any, args: Arguments, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a collective, and note what it read: what it writes is made of that."""
+        name = plain_name(func)
+        if name == "wait_tensor":
+            return func(*args, **kwargs)
+        parents: tuple[Event, ...] = ()
+        try:
+            with torch.no_grad():
+                found = map(self.event_of, collective_inputs(func, args, kwargs))
+                parents = tuple(event for event in found if event is not None)
+        except _UNREADABLE:
+            self._unread.add(name)
+        results = func(*args, **kwargs)
+        self._trail.note_arrival(
+            tensors_in((args, kwargs, results)), Arrival(name, parents)
+        )
+        return results
 
     def _inspect(
         self,
         func: Any,
-        before: tuple[Arguments, dict[str, Any]],
+        inputs: Inputs,
         results: Any,
         node: Any,
         *,
         is_backward: bool,
     ) -> None:
         """Record an event if a result is not finite."""
-        flat, _ = tree_flatten(results)
-        if is_mutable(func) and not flat:
-            flat = written_tensors(func, before[0], before[1])
         event: Event | None = None
-        for index, tensor in enumerate(flat):
+        for index, tensor in enumerate(tree_flatten(results)[0]):
             if not isinstance(tensor, torch.Tensor):
                 continue
             kind = kind_of(tensor)
             address = address_of(tensor)
             if kind is None:
                 # A part of the storage may still hold what another operator wrote.
-                if address is not None and not is_mutable(func):
-                    self._by_address.pop(address, None)
-                    self._from_ranks.discard(address)
+                if not is_mutable(func) or covers_storage(tensor):
+                    self._trail.forget(address)
+                self._epsilons.note(plain_name(func), inputs, tensor, address)
                 continue
             if event is None:
                 event = self._record(
-                    func, before, tensor, kind, index, node, is_backward=is_backward
+                    func, inputs, tensor, kind, index, node, is_backward=is_backward
                 )
-            if address is not None:
-                self._by_address[address] = event
+            self._trail.keep(event, address)
+        if func.__name__.startswith("all_gather_copy_in"):
+            self._trail.note_gathered(tensors_in(results))
 
     def _record(
         self,
         func: Any,
-        before: tuple[Arguments, dict[str, Any]],
+        inputs: Inputs,
         result: torch.Tensor,
         kind: Kind,
         index: int,
@@ -159,29 +166,36 @@ class OperatorWatch(TorchDispatchMode):
         is_backward: bool,
     ) -> Event:
         """Record what an operator wrote that was not finite."""
-        args, kwargs = before
         given = [
-            (tensor, found)
-            for tensor in tensors_in(before)
+            Reading(tensor, found, inputs.address_of(tensor))
+            for tensor in inputs.read_tensors()
             if (found := kind_of(tensor)) is not None
         ]
         name = plain_name(func)
         site = self._site(node, is_backward=is_backward)
-        # Backends copy what has arrived from buffers that no operator wrote.
-        has_arrived = address_of(result) in self._from_ranks
-        parents = [
-            self._parent(tensor, found, site, has_arrived=has_arrived)
-            for tensor, found in given
-        ]
+        address = address_of(result)
+        moment = self._moment_of_given(site)
+        parents = [self._trail.parent_of(one, moment, address) for one in given]
+        before = self._trail.find(address)
+        if is_mutable(func) and before is not None and not covers_storage(result):
+            parents.append(before)  # of the rest of the storage
         origin: Origin | None = None
         magnitude = None
-        if not given or (kind.nan and not any(found.nan for _, found in given)):
-            origin = find_origin(name, args, kwargs, kind, is_given=bool(given))
+        dtype = _name_dtype(result)
+        largest = LARGEST.get(dtype)
+        if kind.nan and name == "sub" and any(map(_is_masked_row, parents)):
+            origin = "row of -inf"
+        elif not given or (kind.nan and not any(one.kind.nan for one in given)):
+            origin = find_origin(
+                name, inputs.args, inputs.kwargs, kind, is_given=bool(given)
+            )
             if not given and origin in ("unknown", "0 / 0"):
-                magnitude = magnitudes.measure_wide(func, args, kwargs, index)
-                origin = _judge(origin, name, magnitude)
+                magnitude = magnitudes.measure_wide(
+                    func, inputs.args, inputs.kwargs, index
+                )
+                origin = _judge(origin, name, kind, magnitude, largest or 0.0)
         event = Event(
-            len(self.events),
+            len(self._trail.events),
             name,
             kind,
             origin,
@@ -191,36 +205,36 @@ class OperatorWatch(TorchDispatchMode):
             node_number=_number_node(node) if is_backward else None,
             is_backward=is_backward,
             is_passive=name in _PASSIVE,
-            micro_batch=self._micro_batch(),
-            dtype=_name_dtype(result),
-            largest=LARGEST.get(_name_dtype(result)),
+            loss=moment.loss,
+            dtype=dtype,
+            largest=largest,
         )
         if origin == "overflow":
-            is_known = magnitude is not None and magnitude > (event.largest or 0.0)
+            is_known = magnitude is not None and magnitude > (largest or 0.0)
             event.magnitude = magnitude if is_known else None
+        if origin in ("division by zero", "0 / 0", "log of 0"):
+            event.lost_epsilon = self._epsilons.find(name, inputs)
         if is_backward:
             is_input = self._tracker.leaves_module(node, site)
             event.role = "input gradient" if is_input else "intermediate gradient"
-        elif name == "to":
-            self._describe_cast(event, before)
-        self.events.append(event)
+        elif name == "to" and not self._tracker.is_users_cast():
+            self._describe_cast(event, inputs)
+        self._trail.events.append(event)
         return event
 
-    def _describe_cast(self, event: Event, before: Any) -> None:
+    def _describe_cast(self, event: Event, inputs: Inputs) -> None:
         """Say what was cast: autocast casts the inputs of a layer, and its weights."""
-        source = next(iter(tensors_in(before)))
-        owned = self._owned.get(address_of(source) or 0)
-        if owned is None:
+        source = next(iter(inputs.read_tensors()))
+        owner = self._trail.owner_of(source)
+        if owner is None:
             event.role = "input"
         else:
-            event.role = owned[0]
-            event.tensor = self._names.tensors.get(id(owned[1]))
+            event.role, event.tensor = owner
 
-    def _micro_batch(self) -> int:
-        """Return which micro-batch is run: a backward pass is that of the last loss."""
-        if self._tracker.is_backward:
-            return max(0, self.micro_batch - 1)
-        return self.micro_batch
+    def _moment_of_given(self, site: Site | None) -> Moment:
+        """Return where the run is, for what no operator of it wrote."""
+        number = self.losses.position(is_backward=current_node() is not None)
+        return Moment(site, self._tracker.is_backward, number)
 
     def _site(self, node: Any, *, is_backward: bool) -> Site | None:
         """Return where the forward pass ran what this is part of."""
@@ -231,80 +245,33 @@ class OperatorWatch(TorchDispatchMode):
             return Site(self._names.owner_of(variable), None)
         return self._tracker.site_of(node)
 
-    # -- what no operator wrote --------------------------------------------------------
-
-    def _parent(
-        self,
-        tensor: torch.Tensor,
-        kind: Kind,
-        site: Site | None,
-        *,
-        has_arrived: bool,
-    ) -> Event:
-        """Return the event that wrote an input."""
-        address = address_of(tensor)
-        known = None if address is None else self._by_address.get(address)
-        return known or self._record_given(tensor, kind, site, has_arrived=has_arrived)
-
-    def _record_given(
-        self,
-        tensor: torch.Tensor,
-        kind: Kind | None,
-        site: Site | None,
-        *,
-        has_arrived: bool = False,
-    ) -> Event:
-        """Record a tensor that no operator of this run wrote."""
-        address = address_of(tensor) or 0
-        role: Role = "batch"
-        owned: torch.Tensor | None = None
-        if address in self._owned:
-            role, owned = self._owned[address]
-        origin: Origin = "batch"
-        if role == "parameter":
-            origin = "parameter"
-        elif role == "buffer":
-            origin = "buffer"
-        elif has_arrived or address in self._from_ranks:
-            origin = "another rank"
-        if owned is not None:
-            site = Site(self._names.owner_of(owned), None)
-        event = Event(
-            len(self.events),
-            "",
-            kind or Kind(nan=False, plus=True, minus=False),
-            origin,
-            site=site,
-            is_backward=self._tracker.is_backward,
-            micro_batch=self._micro_batch(),
-            role=role,
-            tensor=None if owned is None else self._names.tensors.get(id(owned)),
-            dtype=_name_dtype(tensor),
-        )
-        self.events.append(event)
-        if address:
-            self._by_address[address] = event
-        return event
-
     def _mark_outputs(self, module: torch.nn.Module, outputs: Any) -> None:
         """Note which events wrote the outputs of a module."""
-        if not self.events:
+        if not self._trail.events:
             return
         for tensor in tensors_in(outputs):
-            event = self._by_address.get(address_of(tensor) or 0)
+            event = self._trail.find(address_of(tensor))
             if event is None or event.site is None or event.is_backward:
                 continue
             if event.site.module is module and event.role == "intermediate":
                 event.role = "output"
 
 
-def _judge(origin: Origin, name: str, magnitude: float | None) -> Origin:
+def _is_masked_row(event: Event) -> bool:
+    """Whether it is the maximum of rows of which one is -inf entirely."""
+    return event.operation in ("amax", "max") and event.kind.is_mask
+
+
+def _judge(
+    origin: Origin, name: str, kind: Kind, magnitude: float | None, largest: float
+) -> Origin:
     """Return the origin, now that it is known what float64 gives."""
-    if magnitude is not None and magnitude < float("inf"):
-        return "overflow"
-    if name in _GROWING:
-        return "overflow"
-    return origin
+    size = math.nan if magnitude is None else magnitude
+    is_finite = math.isfinite(size)
+    if kind.nan and not largest < size < math.inf:
+        # Sums that overflowed in both directions on the way.
+        return "inf - inf" if is_finite and name in _SUMMING else origin
+    return "overflow" if is_finite or name in _GROWING else origin
 
 
 def _name_dtype(tensor: torch.Tensor) -> str:
@@ -324,13 +291,19 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+_UNREADABLE = (RuntimeError, TypeError, NotImplementedError)
+"""A tensor of a kind that cannot be read must not stop a training."""
+
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 _OF_OPTIMIZERS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_")
 """Operators that check gradients and update weights, after the backward pass."""
 
 _PASSIVE = frozenset(
-    {"to", "clone", "copy", "sum", "add", "detach", "view", "reshape", "stack", "cat"}
+    {
+        *("to", "clone", "copy", "sum", "add", "detach", "view", "reshape", "stack"),
+        *("cat", "chunk_cat"),
+    }
 )
 """Operators by which the gradient of a parameter reaches it unchanged, or in a sum."""
 
@@ -338,3 +311,6 @@ _GROWING = frozenset(
     {"exp", "exp2", "expm1", "sinh", "cosh", "square", "mul", "pow", "cumprod", "prod"}
 )
 """Operators that can leave float64 as well."""
+
+_SUMMING = frozenset({*BILINEAR, "sum", "mean", "cumsum", "add"})
+"""Operators that add up numbers that may have overflowed before."""

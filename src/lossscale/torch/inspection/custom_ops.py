@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from lossscale.torch.inspection.groups import CarriedScale, GradientGroups
+from lossscale.torch.inspection.groups import GradientGroups, GradientScale
 from lossscale.torch.inspection.headroom import bounds_without_optimizer
 from lossscale.torch.inspection.request import InspectionRequest
 from lossscale.torch.inspection.summary import (
@@ -61,7 +61,7 @@ def check_grads(grads: list[Tensor], scale: Tensor, max_norm: float | None) -> C
 
 @torch.library.custom_op("lossscale::unscale_grads_", mutates_args=("grads",))
 def unscale_grads_(grads: list[Tensor], scale: Tensor) -> Checked:
-    """Unscale gradients in place; return the check of them as they came."""
+    """Unscale gradients in place; return the check of the scaled ones."""
     return _check(grads, scale, InspectionRequest(unscale_in_place=True))
 
 
@@ -74,7 +74,7 @@ def multiply_grads_(grads: list[Tensor], factor: Tensor) -> None:
 def _check(grads: list[Tensor], scale: Tensor, request: InspectionRequest) -> Checked:
     groups = GradientGroups(grads, _kept_tables)
     groups.set_bounds(bounds_without_optimizer(grads))
-    summary, _ = groups.measure(grads, CarriedScale(scale), request)
+    summary, _ = groups.measure(grads, GradientScale(scale), request)
     buffer = summary.to_buffer()
     amaxes = buffer[HEADER:]
     if len(amaxes) < len(grads):
@@ -102,5 +102,5 @@ def _(grads: list[Tensor], factor: Tensor) -> None:
 
 
 def _fake(grads: list[Tensor], scale: Tensor) -> Checked:
-    one, two, three, four = (scale.new_empty(()) for _ in range(4))
-    return one, two, three, four, scale.new_empty(len(grads))
+    first, second, third, fourth = (scale.new_empty(()) for _ in range(4))
+    return first, second, third, fourth, scale.new_empty(len(grads))

@@ -32,7 +32,7 @@ NARROW = (torch.float16, torch.bfloat16)
 
 
 class Totals(NamedTuple):
-    """What the gradients of all parts, or of all ranks, amount to."""
+    """What the gradients of all groups, or of all ranks, amount to."""
 
     finite: torch.Tensor
     too_large: torch.Tensor
@@ -54,32 +54,32 @@ def measure_on_device(
 
     Args:
         grads: The gradients.
-        scale: The scale that they carry: one float32 number, on that device.
+        scale: Their scale: one float32 number, on that device.
         inverse: Its inverse, likewise.
         request: What to measure.
         bounds: What each of them may be once unscaled; see `headroom.py`.
     """
-    wide = _wide_dtype(scale.device)
-    amaxes = amax_per_tensor(grads).to(wide)
-    largest = torch.finfo(wide).max
+    dtype = _accumulation_dtype(scale.device)
+    amaxes = amax_per_tensor(grads).to(dtype)
+    largest = torch.finfo(dtype).max
 
     def make_tensor(numbers: list[float]) -> torch.Tensor:
         # Filled on the device: a graph cannot capture a copy from the host.
         return torch.stack(
             [
-                torch.full((), min(largest, number), dtype=wide, device=scale.device)
+                torch.full((), min(largest, number), dtype=dtype, device=scale.device)
                 for number in numbers
             ]
         )
 
     limits = make_tensor([LIMITS[grad.dtype] for grad in grads])
-    times = inverse.to(wide)
+    times = inverse.to(dtype)
     usable = amaxes.isnan() | ((amaxes * times <= limits) & (times > 0.0))
     amaxes = torch.where(usable, amaxes, math.inf)
     too_large = torch.zeros((), dtype=torch.bool, device=scale.device)
     if request.compares_with(min(bounds)):
         too_large = (amaxes * times > make_tensor(bounds)).any()
-    norm = torch.full((), NOT_MEASURED, dtype=wide, device=scale.device)
+    norm = torch.full((), NOT_MEASURED, dtype=dtype, device=scale.device)
     if request.wants_norm:
         is_amax = request.norm_type == math.inf
         scaled = amaxes.amax() if is_amax else norms_of(grads).square().sum().sqrt()
@@ -87,13 +87,13 @@ def measure_on_device(
     totals = Totals(
         finite=(amaxes < math.inf).all(),
         too_large=too_large,
-        nan=amaxes.isnan().any().to(wide),
+        nan=amaxes.isnan().any().to(dtype),
         amax=torch.where(amaxes < math.inf, amaxes, 0.0).amax(),
         norm=norm,
     )
     if request.unscale_in_place:
         multiply_(grads, inverse)
-    return _summarize_on_device(totals, norm, scale.to(wide), times, request, amaxes)
+    return _summarize_on_device(totals, norm, scale.to(dtype), times, request, amaxes)
 
 
 def combine(
@@ -102,24 +102,24 @@ def combine(
     request: InspectionRequest,
     totals: Totals | None = None,
 ) -> torch.Tensor:
-    """Return the buffer of the summary of all gradients from those of its parts.
+    """Return the buffer of the summary of all gradients from those of its groups.
 
-    The parts were measured without clipping: it is the norm of all that is clipped.
+    The groups were measured without clipping: it is the norm of all that is clipped.
 
     Args:
-        buffers: The buffers of the parts.
+        buffers: The buffers of the groups.
         device: The device of the result.
         request: What to measure.
         totals: What all ranks have found instead, if there are several.
     """
-    wide = _wide_dtype(device)
+    dtype = _accumulation_dtype(device)
     headers = torch.stack([buffer[:HEADER].to(device) for buffer in buffers])
     largest = headers.amax(0)  # NaN is largest
     norms = headers[:, NORM]
     if request.norm_type == math.inf:
-        norm = largest[NORM].to(wide)
+        norm = largest[NORM].to(dtype)
     else:
-        norm = norms.to(wide).square().sum().sqrt()
+        norm = norms.to(dtype).square().sum().sqrt()
     norm = torch.where((norms == NOT_MEASURED).any(), NOT_MEASURED, norm)
     if totals is None:
         totals = Totals(
@@ -132,12 +132,12 @@ def combine(
     if totals.norm is not None:
         norm = totals.norm
     amaxes = torch.cat([buffer[HEADER:].to(device) for buffer in buffers])
-    scale = headers[0, SCALE].to(wide)
+    scale = headers[0, SCALE].to(dtype)
     return _summarize_on_device(totals, norm, scale, 1.0 / scale, request, amaxes)
 
 
 def _summarize_on_device(
-    found: Totals,
+    totals: Totals,
     norm: torch.Tensor,
     scale: torch.Tensor,
     inverse: torch.Tensor,
@@ -145,7 +145,7 @@ def _summarize_on_device(
     amaxes: torch.Tensor,
 ) -> torch.Tensor:
     """Return the buffer of a summary; `norm` is unscaled."""
-    finite, too_large = found.finite, found.too_large
+    finite, too_large = totals.finite, totals.too_large
     clip = torch.ones_like(scale)
     if request.max_norm < math.inf:
         clip = request.max_norm / (norm + EPSILON)
@@ -158,8 +158,8 @@ def _summarize_on_device(
     found_inf = torch.where(finite & ~too_large, 0.0, 1.0)
     header = [
         found_inf,
-        found.nan,
-        _narrow(found.amax),
+        totals.nan,
+        _narrow(totals.amax),
         norm,
         scale / clip,
         clip * inverse,
@@ -213,15 +213,15 @@ def amax_per_tensor(grads: list[torch.Tensor]) -> torch.Tensor:
             torch.linalg.vector_norm(grad, math.inf) if grad.numel() else grad.sum()
             for grad in grads
         ]
-    wide = _wide_dtype(grads[0].device)
-    return torch.stack([amax.to(wide) for amax in amaxes])
+    dtype = _accumulation_dtype(grads[0].device)
+    return torch.stack([amax.to(dtype) for amax in amaxes])
 
 
 def norms_of(grads: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the norm of each tensor, in the widest dtype of its device."""
     return torch.stack(
         [
-            torch.linalg.vector_norm(grad, dtype=_wide_dtype(grad.device))
+            torch.linalg.vector_norm(grad, dtype=_accumulation_dtype(grad.device))
             for grad in grads
         ]
     )
@@ -241,6 +241,6 @@ def _by_dtype(grads: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     return groups.values()
 
 
-def _wide_dtype(device: torch.device) -> torch.dtype:
+def _accumulation_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which sums and decisions are made on a device."""
     return torch.float32 if device.type == "mps" else torch.float64

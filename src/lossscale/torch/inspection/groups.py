@@ -36,32 +36,32 @@ FoundInf = dict[torch.device, torch.Tensor]
 """torch's `found_inf_per_device`: 0.0 or 1.0 for each device."""
 
 
-class CarriedScale(NamedTuple):
-    """The scale that gradients carry: as it is, or as its inverse."""
+class GradientScale(NamedTuple):
+    """The scale by which gradients are multiplied, or its inverse."""
 
     scale: torch.Tensor | None
     inverse: torch.Tensor | None = None
 
     @property
-    def known(self) -> torch.Tensor:
-        """Whichever of the two is given."""
-        known = self.inverse if self.scale is None else self.scale
-        if known is None:
+    def tensor(self) -> torch.Tensor:
+        """The scale, or its inverse where only that is given."""
+        tensor = self.inverse if self.scale is None else self.scale
+        if tensor is None:
             message = "neither the scale nor its inverse is given"
             raise AssertionError(message)
-        return known
+        return tensor
 
     def both(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scale and its inverse."""
         if self.inverse is None:
-            return self.known, invert(self.known)
+            return self.tensor, invert(self.tensor)
         return invert(self.inverse) if self.scale is None else self.scale, self.inverse
 
     def on_host(self) -> tuple[float, float]:
         """Return both as Python numbers."""
-        number: float = self.known.item()
-        other = host.invert(number)
-        return (number, other) if self.inverse is None else (other, number)
+        number: float = self.tensor.item()
+        inverse = host.invert(number)
+        return (number, inverse) if self.inverse is None else (inverse, number)
 
 
 class Group(NamedTuple):
@@ -91,7 +91,7 @@ class GradientGroups:
         Args:
             grads: The gradients; of DTensors, the shards of this rank.
             kept_tables: Where to keep the tables that a CUDA graph will read.
-            shardings: The sharding of each of them, if other ranks have parts of them.
+            shardings: The sharding of each of them, if other ranks have shards of them.
         """
         self.layout = layout_of(grads)
         self.count = len(grads)
@@ -127,8 +127,8 @@ class GradientGroups:
         for (device, readable, sharding), members in indices.items():
             kernels = None
             if readable:
-                own = [self.bounds[index] for index in members]
-                kernels = kernel_backend.make_kernels(kept_tables, own)
+                bounds = [self.bounds[index] for index in members]
+                kernels = kernel_backend.make_kernels(kept_tables, bounds)
             is_dense = all(_is_dense(grads[index]) for index in members)
             self.groups.append(Group(device, members, kernels, is_dense, sharding))
         self.is_single = len(self.groups) == 1
@@ -155,43 +155,47 @@ class GradientGroups:
     def measure(
         self,
         grads: list[torch.Tensor],
-        carried: CarriedScale,
+        gradient_scale: GradientScale,
         request: InspectionRequest,
     ) -> tuple[GradientSummary, FoundInf]:
         """Return the summary of all gradients, and the flag of each device.
 
         Args:
             grads: Gradients of the layout that these groups were made for.
-            carried: The scale that they carry.
+            gradient_scale: The scale that they were multiplied by.
             request: What to measure.
         """
         if self._reader is None:
-            buffers = self.measure_groups(grads, carried, request)
-            return self.merge(buffers, carried.known.device, request)
-        own = self._select(self.groups[0], grads)
-        return self._reader.measure(own, carried, request, self.bounds)
+            buffers = self.measure_groups(grads, gradient_scale, request)
+            return self.merge(buffers, gradient_scale.tensor.device, request)
+        group_grads = self._select(self.groups[0], grads)
+        return self._reader.measure(group_grads, gradient_scale, request, self.bounds)
 
     def measure_groups(
         self,
         grads: list[torch.Tensor],
-        carried: CarriedScale,
+        gradient_scale: GradientScale,
         request: InspectionRequest,
     ) -> list[torch.Tensor]:
         """Return the buffer of the summary of each group.
 
         If there are several, nothing is clipped yet: that takes the norm of all.
         """
-        part = request if self.is_single else request.for_a_part()
+        group_request = request if self.is_single else request.for_group()
         buffers = []
         for group in self.groups:
-            own = self._select(group, grads)
+            group_grads = self._select(group, grads)
             if group.kernels is not None:
-                there = carried.known.to(group.device, non_blocking=True)
-                inverted = carried.scale is None
-                buffer = group.kernels.measure(own, there, part, inverted=inverted)
+                number = gradient_scale.tensor.to(group.device, non_blocking=True)
+                inverted = gradient_scale.scale is None
+                buffer = group.kernels.measure(
+                    group_grads, number, group_request, inverted=inverted
+                )
             else:
                 bounds = [self.bounds[index] for index in group.indices]
-                buffer = _measure_eagerly(own, group.device, carried, part, bounds)
+                buffer = _measure_eagerly(
+                    group_grads, group.device, gradient_scale, group_request, bounds
+                )
             buffers.append(buffer)
         return buffers
 
@@ -246,20 +250,24 @@ class GradientGroups:
             self._reader.multiply_(self._select(self.groups[0], grads), factor)
             return
         for group in self.groups:
-            own = self._select(group, grads)
+            group_grads = self._select(group, grads)
             if isinstance(factor, float):
-                eager.multiply_(own, factor)
+                eager.multiply_(group_grads, factor)
                 continue
-            there = factor.to(group.device, non_blocking=True)
+            number = factor.to(group.device, non_blocking=True)
             if group.kernels is not None:
-                group.kernels.multiply_(own, there)
+                group.kernels.multiply_(group_grads, number)
             else:
-                eager.multiply_(own, there)
+                eager.multiply_(group_grads, number)
 
     def _select(self, group: Group, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the elements of a group's gradients, as dense tensors."""
-        own = grads if self.is_single else [grads[index] for index in group.indices]
-        return own if group.is_dense else [to_dense(grad) for grad in own]
+        group_grads = (
+            grads if self.is_single else [grads[index] for index in group.indices]
+        )
+        return (
+            group_grads if group.is_dense else [to_dense(grad) for grad in group_grads]
+        )
 
 
 def make_flag(value: float, device: torch.device) -> torch.Tensor:
@@ -303,19 +311,21 @@ def to_dense(grad: torch.Tensor) -> torch.Tensor:
 def _measure_eagerly(
     grads: list[torch.Tensor],
     device: torch.device,
-    carried: CarriedScale,
+    gradient_scale: GradientScale,
     request: InspectionRequest,
     bounds: list[float],
 ) -> torch.Tensor:
     """Return the buffer of a summary that torch's operations make."""
     if device.type == "cpu":
-        scale_and_inverse = carried.on_host()
+        scale_and_inverse = gradient_scale.on_host()
         layout = host.HostLayout(grads, bounds)
         numbers, amaxes, _ = host.measure(grads, *scale_and_inverse, request, layout)
-        # A part says the magnitude of each tensor, so that the whole can.
-        listed = amaxes or [0.0] * len(grads)
-        return torch.tensor(numbers + listed, dtype=torch.float32, device="cpu")
-    scale, inverse = (number.to(device, non_blocking=True) for number in carried.both())
+        # The summary of all groups needs the magnitude of each tensor.
+        values = amaxes or [0.0] * len(grads)
+        return torch.tensor(numbers + values, dtype=torch.float32, device="cpu")
+    scale, inverse = (
+        number.to(device, non_blocking=True) for number in gradient_scale.both()
+    )
     return eager.measure_on_device(grads, scale, inverse, request, bounds)
 
 

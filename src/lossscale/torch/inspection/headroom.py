@@ -76,10 +76,10 @@ def bounds_without_optimizer(grads: list[torch.Tensor]) -> list[float]:
 def class_with_step(optimizer: torch.optim.Optimizer) -> type:
     """Return the class that defines the step; a subclass may define its own."""
     bases = type(optimizer).__mro__
-    found = next((base for base in bases if "step" in vars(base)), type(optimizer))
-    if issubclass(found, ScaledOptimizer) and found.__module__ in _OURS:
-        return found.steps_as
-    return found
+    step_class = next((base for base in bases if "step" in vars(base)), type(optimizer))
+    if issubclass(step_class, ScaledOptimizer) and step_class.__module__ in _OURS:
+        return step_class.steps_as
+    return step_class
 
 
 _OURS = {f"lossscale.torch.optim.{name}" for name in ("adam", "sgd")}
@@ -110,8 +110,8 @@ def _find_bound(
 def largest_summand(group: Mapping[str, Any]) -> float:
     """Return what a float16 momentum and a float16 weight can hold, for one step."""
     momentum, rate = group.get("momentum", 0.0), group["lr"]
-    known = rate if isinstance(rate, (int, float)) else 1.0  # a tensor would wait
-    gain = max(1.0, float(known)) / max(1.0 - float(momentum), math.ulp(1.0))
+    number = rate if isinstance(rate, (int, float)) else 1.0  # a tensor would wait
+    gain = max(1.0, float(number)) / max(1.0 - float(momentum), math.ulp(1.0))
     return LARGEST["float16"] / (2.0 * gain)
 
 
@@ -123,14 +123,16 @@ def _narrowest_dtype(param: torch.Tensor, optimizer: torch.optim.Optimizer) -> s
     """
     if isinstance(optimizer, ScaledOptimizer):
         return _dtype_name(optimizer.state_dtype(param))
-    kept = getattr(optimizer, "state", {}).get(param) or {}
+    state = getattr(optimizer, "state", {}).get(param) or {}
     names = [
         _dtype_name(value.dtype)
-        for value in kept.values()
+        for value in state.values()
         if isinstance(value, torch.Tensor) and value.shape == param.shape
     ]
-    known = [name for name in names or [_dtype_name(param.dtype)] if name in LARGEST]
-    return min(known or ["float32"], key=LARGEST.__getitem__)
+    float_names = [
+        name for name in names or [_dtype_name(param.dtype)] if name in LARGEST
+    ]
+    return min(float_names or ["float32"], key=LARGEST.__getitem__)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -33,7 +33,7 @@ from lossscale.torch.torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from lossscale.torch.inspection.groups import CarriedScale, FoundInf
+    from lossscale.torch.inspection.groups import FoundInf, GradientScale
 
 FLAT_ELEMENTS = 2**18
 """Up to so many elements in all, gradients are copied to one tensor to be read."""
@@ -111,7 +111,7 @@ class HostLayout:
         elif len(rows) == 1:
             copy = torch.cat(grads)
         else:
-            copy = flatten([torch.cat([grads[index] for index in own]) for own in rows])
+            copy = flatten([torch.cat([grads[index] for index in row]) for row in rows])
         # float32 numbers have finite squares in float64.
         norm: float = torch.linalg.vector_norm(copy, dtype=torch.float64).item()
         if math.isfinite(norm):
@@ -123,11 +123,13 @@ class HostLayout:
     def _find_in(self, copy: torch.Tensor) -> list[float]:
         """Return NaN or infinity for each gradient that is not finite, else 0."""
         flat = copy.reshape(-1)
-        places = (flat - flat).nonzero().squeeze(1)  # inf - inf is NaN, which is not 0
-        indices = torch.searchsorted(self._ends, places, right=True)
-        found = torch.zeros(len(self._ends), device="cpu")
-        found.scatter_reduce_(0, indices, flat[places].abs(), "amax")  # NaN is largest
-        kinds: list[float] = found.tolist()
+        # inf - inf is NaN, which is not 0.
+        positions = (flat - flat).nonzero().squeeze(1)
+        indices = torch.searchsorted(self._ends, positions, right=True)
+        amaxes = torch.zeros(len(self._ends), device="cpu")
+        # NaN is the largest.
+        amaxes.scatter_reduce_(0, indices, flat[positions].abs(), "amax")
+        kinds: list[float] = amaxes.tolist()
         if self._order is None:
             return kinds
         ordered = [0.0] * len(kinds)
@@ -163,7 +165,7 @@ class HostReader:
     def measure(
         self,
         grads: list[torch.Tensor],
-        carried: "CarriedScale",
+        gradient_scale: "GradientScale",
         request: InspectionRequest,
         bounds: list[float],
     ) -> "tuple[GradientSummary, FoundInf]":
@@ -171,14 +173,14 @@ class HostReader:
 
         Args:
             grads: The gradients.
-            carried: The scale that they carry.
+            gradient_scale: The scale that they were multiplied by.
             request: What to measure.
             bounds: What each of them may be once unscaled.
         """
-        if carried.scale is None:
-            scale, inverse = carried.on_host()
+        if gradient_scale.scale is None:
+            scale, inverse = gradient_scale.on_host()
         else:
-            scale = carried.scale.item()
+            scale = gradient_scale.scale.item()
             if scale != self._scale:
                 self._scale, self._inverse = scale, invert(scale)
             inverse = self._inverse
@@ -245,7 +247,7 @@ def measure(
 
     Args:
         grads: The gradients.
-        scale: The scale that they carry.
+        scale: The scale that they were multiplied by.
         inverse: Its inverse, a float32 number.
         request: What to measure.
         layout: Their layout.

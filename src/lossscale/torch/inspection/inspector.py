@@ -18,7 +18,7 @@ from lossscale.torch.distributed.dtensor import local_shard, redistribute_grads
 from lossscale.torch.distributed.rank_groups import RankGroups
 from lossscale.torch.distributed.reduction_plan import ReductionPlan
 from lossscale.torch.inspection import headroom
-from lossscale.torch.inspection.groups import CarriedScale, FoundInf, GradientGroups
+from lossscale.torch.inspection.groups import FoundInf, GradientGroups, GradientScale
 from lossscale.torch.inspection.ranked import RankContext, measure_over_ranks
 from lossscale.torch.inspection.request import InspectionRequest
 from lossscale.torch.inspection.summary import FACTOR, GradientSummary
@@ -78,13 +78,13 @@ class GradientInspector:
         plan, shardings = None, None
         # A DTensor has a mesh, and a mesh has process groups.
         if self.rank_groups.deciding or _has_process_groups():
-            found = self._find_plan(optimizer)
-            if found is not None and (found.groups or found.has_dtensors):
+            new_plan = self._find_plan(optimizer)
+            if new_plan is not None and (new_plan.groups or new_plan.has_dtensors):
                 params = params_of(optimizer)
                 redistribute_grads(params)
-                if found.groups:  # none on a mesh of one rank
-                    plan, shardings = found, found.shardings_of_grads(params)
-            has_shards = found is not None and found.has_dtensors
+                if new_plan.groups:  # none on a mesh of one rank
+                    plan, shardings = new_plan, new_plan.shardings_of_grads(params)
+            has_shards = new_plan is not None and new_plan.has_dtensors
         else:
             has_shards = False
         grads = [
@@ -145,7 +145,7 @@ class GradientInspector:
         self,
         optimizer: torch.optim.Optimizer,
         collected: Collected,
-        carried: CarriedScale,
+        gradient_scale: GradientScale,
         request: InspectionRequest,
         of_ranks: Callable[[], RankContext],
     ) -> tuple[Inspection, Number | None]:
@@ -154,7 +154,7 @@ class GradientInspector:
         Args:
             optimizer: Whose gradients they are.
             collected: What `collect` returned; not of a foreign tensor subclass.
-            carried: The scale that the gradients carry.
+            gradient_scale: The scale of the gradients.
             request: What to measure.
             of_ranks: Returns what other ranks must know; called only if there are any.
 
@@ -170,14 +170,14 @@ class GradientInspector:
                 raise AssertionError(message)
             reader = groups.dense_reader
             if reader is None:
-                summary, found_inf = groups.measure(grads, carried, request)
+                summary, found_inf = groups.measure(grads, gradient_scale, request)
             else:
                 summary, found_inf = reader.measure(
-                    grads, carried, request, groups.bounds
+                    grads, gradient_scale, request, groups.bounds
                 )
         else:
             summary, found_inf, loss_nonfinite = measure_over_ranks(
-                groups, grads, plan, carried, request, of_ranks()
+                groups, grads, plan, gradient_scale, request, of_ranks()
             )
         count = 0
         for group in optimizer.param_groups:

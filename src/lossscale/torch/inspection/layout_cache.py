@@ -96,7 +96,7 @@ def _try_guard() -> _GuardClass | None:
         return None
     square = torch.zeros(2, 3, device="cpu")
     guard = _make_guard(guard_class, [square])
-    others = (
+    different = (
         torch.zeros(3, 2, device="cpu"),
         torch.zeros(3, 2, device="cpu").t(),
         torch.zeros(6, device="cpu"),
@@ -106,7 +106,7 @@ def _try_guard() -> _GuardClass | None:
         torch.nn.Parameter(square),
     )
     if guard.check(torch.ones(2, 3, device="cpu")) and not any(
-        map(guard.check, others)
+        map(guard.check, different)
     ):
         return guard_class
     return None

@@ -18,7 +18,7 @@ from lossscale.torch.distributed.consensus import OVERFLOW, Findings, Number, Op
 from lossscale.torch.distributed.consensus import TOO_LARGE as TOO_LARGE_LEVEL
 from lossscale.torch.distributed.reduction_plan import ReductionPlan, Sharding
 from lossscale.torch.inspection import eager
-from lossscale.torch.inspection.groups import CarriedScale, FoundInf, GradientGroups
+from lossscale.torch.inspection.groups import FoundInf, GradientGroups, GradientScale
 from lossscale.torch.inspection.request import EPSILON, InspectionRequest
 from lossscale.torch.inspection.summary import (
     AMAX,
@@ -49,7 +49,7 @@ def measure_over_ranks(
     groups: GradientGroups | None,
     grads: list[torch.Tensor],
     plan: ReductionPlan,
-    carried: CarriedScale,
+    gradient_scale: GradientScale,
     request: InspectionRequest,
     context: RankContext,
 ) -> tuple[GradientSummary, FoundInf, Number]:
@@ -59,17 +59,17 @@ def measure_over_ranks(
         groups: The groups of this rank's gradients; `None` if it has none.
         grads: The gradients.
         plan: The ranks.
-        carried: The scale that the gradients carry.
+        gradient_scale: The scale of the gradients.
         request: What to measure.
         context: What else the ranks must share.
     """
-    device = carried.known.device
+    device = gradient_scale.tensor.device
     ops = consensus.ops_for(device)
     is_sharded = request.wants_norm and bool(plan.summing)
     if groups is None or is_sharded:
-        buffers = [_empty_buffer(carried)]
+        buffers = [_empty_buffer(gradient_scale)]
         if groups is not None:
-            buffers = groups.measure_groups(grads, carried, request.for_a_part())
+            buffers = groups.measure_groups(grads, gradient_scale, request.for_group())
         rows = [ops.numbers(buffer[:HEADER].to(device)) for buffer in buffers]
         findings = _reduce(groups, rows, plan, request, context, ops)
         totals = _total(findings, ops, device, has_norm=is_sharded)
@@ -80,7 +80,7 @@ def measure_over_ranks(
         else:
             summary, found_inf = groups.reorder(buffer)
     else:
-        summary, found_inf = groups.measure(grads, carried, request)
+        summary, found_inf = groups.measure(grads, gradient_scale, request)
         header = summary.numbers[:HEADER]
         row = ops.numbers(header) if isinstance(header, torch.Tensor) else header
         findings = _reduce(groups, [row], plan, request, context, ops)
@@ -112,16 +112,16 @@ def reduce_flags(
     """
     device = flags.device
     ops = consensus.ops_for(device)
-    found, *others = ops.numbers(flags)
-    zero = 0.0 * found
-    nan, amax = others or (zero, zero)
-    level = found * OVERFLOW
+    found_inf, *measured = ops.numbers(flags)
+    zero = 0.0 * found_inf
+    nan, amax = measured or (zero, zero)
+    level = found_inf * OVERFLOW
     if overflow is not None:
         (overflowed,) = ops.numbers(overflow)
-        only_large = (found > 0.0) & (overflowed == 0.0)
+        only_large = (found_inf > 0.0) & (overflowed == 0.0)
         level = ops.where(only_large, zero + TOO_LARGE_LEVEL, level)
-    own = Findings(level, nan, amax, zero, zero, {})
-    findings = _reduce_own(own, plan, context, ops, sums_squares=False)
+    local_findings = Findings(level, nan, amax, zero, zero, {})
+    findings = _reduce_own(local_findings, plan, context, ops, sums_squares=False)
     skips = ops.where(findings.level > 0.0, zero + 1.0, zero)
     overflows = ops.where(findings.level >= OVERFLOW, zero + 1.0, zero)
     numbers = (skips, overflows, findings.nan, findings.amax)
@@ -142,7 +142,7 @@ def _reduce(
     sums_squares = request.wants_norm and request.norm_type != math.inf
     uses_amax = request.wants_norm and not sums_squares
     is_sharded = request.wants_norm and bool(plan.summing)
-    own = Findings(
+    local_findings = Findings(
         level=_level_of(rows, ops),
         nan=_largest(rows, NAN, ops),
         amax=_largest(rows, AMAX, ops),
@@ -152,12 +152,17 @@ def _reduce(
     )
     level_of_norm = partial(_level_of_norm, rows[0][SCALE], request, ops)
     return _reduce_own(
-        own, plan, context, ops, sums_squares=sums_squares, level_of_norm=level_of_norm
+        local_findings,
+        plan,
+        context,
+        ops,
+        sums_squares=sums_squares,
+        level_of_norm=level_of_norm,
     )
 
 
 def _reduce_own(
-    own: Findings,
+    local_findings: Findings,
     plan: ReductionPlan,
     context: RankContext,
     ops: Ops,
@@ -168,13 +173,15 @@ def _reduce_own(
     """Reduce the findings of this rank; raise if scales differ."""
     if context.loss_nonfinite is not None:
         (loss,) = ops.numbers(context.loss_nonfinite)
-        level = ops.where(loss > 0.0, 0.0 * own.level + OVERFLOW, own.level)
-        own = own._replace(level=level, loss_nonfinite=loss)
+        level = ops.where(
+            loss > 0.0, 0.0 * local_findings.level + OVERFLOW, local_findings.level
+        )
+        local_findings = local_findings._replace(level=level, loss_nonfinite=loss)
     fingerprint = consensus.fingerprint_of(context.scale, context.growth_tracker, ops)
     findings, drifted = consensus.reduce_findings(
         plan,
-        own,
-        0.0 * own.level + fingerprint,
+        local_findings,
+        0.0 * local_findings.level + fingerprint,
         ops,
         wants_amax=context.wants_amax,
         sums_squares=sums_squares,
@@ -283,9 +290,9 @@ def _level_of_norm(
     return ops.where(norm <= FLOAT32_MAX, level, zero + TOO_LARGE_LEVEL)
 
 
-def _empty_buffer(carried: CarriedScale) -> torch.Tensor:
+def _empty_buffer(gradient_scale: GradientScale) -> torch.Tensor:
     """Return the buffer of a summary of no gradients at all."""
-    scale, inverse = carried.both()
-    one = torch.ones_like(scale)
-    zero = 0 * one
-    return torch.stack([zero] * 4 + [scale, inverse, scale, one, zero, -one])
+    scale, inverse = gradient_scale.both()
+    unit = torch.ones_like(scale)
+    zero = 0 * unit
+    return torch.stack([zero] * 4 + [scale, inverse, scale, unit, zero, -unit])

@@ -25,7 +25,7 @@ class InspectionRequest(NamedTuple):
     max_norm: float = math.inf
     """The norm to clip to; infinity for no clipping."""
     clipped_later: float = math.inf
-    """The norm that a part will be clipped to when the norm of all parts is known."""
+    """The norm that a group will be clipped to when the norm of all groups is known."""
     norm_type: float = 2.0
     """2 or infinity."""
     measure_norm: bool = False
@@ -53,8 +53,8 @@ class InspectionRequest(NamedTuple):
             and self.clipped_later > smallest_bound
         )
 
-    def for_a_part(self) -> "InspectionRequest":
-        """Return the request for one of several parts, which are clipped together."""
+    def for_group(self) -> "InspectionRequest":
+        """Return the request for one of several groups, which are clipped together."""
         return self._replace(
             max_norm=math.inf,
             clipped_later=self.max_norm,

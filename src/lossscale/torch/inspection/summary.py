@@ -99,10 +99,17 @@ class GradientSummary:
             numbers = [value, 0.0, NOT_MEASURED, NOT_MEASURED, number, inverse]
             numbers += [number, 1.0, 0.0, NOT_MEASURED]
             return cls(numbers, is_measured=False)
-        one = torch.ones_like(flag)
-        there = scale.to(flag.device)
-        header = [(flag != 0).to(one.dtype), 0 * one, -one, -one, there, 1 / there]
-        buffer = torch.stack([*header, there, one, 0 * one, -one])
+        unit = torch.ones_like(flag)
+        moved_scale = scale.to(flag.device)
+        header = [
+            (flag != 0).to(unit.dtype),
+            0 * unit,
+            -unit,
+            -unit,
+            moved_scale,
+            1 / moved_scale,
+        ]
+        buffer = torch.stack([*header, moved_scale, unit, 0 * unit, -unit])
         return cls(buffer, is_measured=False)
 
     # -- reading and writing one number ------------------------------------------------
@@ -225,20 +232,20 @@ class GradientSummary:
         if numbers[TOO_LARGE] and self.bounds is not None and magnitudes:
             scale = numbers[SCALE]
             pairs = enumerate(zip(magnitudes, self.bounds, strict=True))
-            found: list[tuple[int, Reason]] = [
+            reasons: list[tuple[int, Reason]] = [
                 (index, "headroom")
                 for index, (magnitude, bound) in pairs
                 if magnitude > bound * scale
             ]
         else:
-            found = [
+            reasons = [
                 (index, "nan" if math.isnan(magnitude) else "inf")
                 for index, magnitude in enumerate(magnitudes)
                 if not math.isfinite(magnitude)
             ]
         if self.param_indices is None:
-            return found
-        return [(self.param_indices[index], reason) for index, reason in found]
+            return reasons
+        return [(self.param_indices[index], reason) for index, reason in reasons]
 
     def _amaxes(self) -> list[float]:
         """Return what is known of each tensor's magnitude on a CPU; may be empty."""

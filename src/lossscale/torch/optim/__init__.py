@@ -10,7 +10,9 @@ adam.py       Adam and AdamW
 sgd.py        SGD
 eager.py      a step by torch's own functions, on any device
 host.py       Adam on a CPU, in runs that fit into the cache
+kept_tensors.py  the state whose addresses the kernels have
 plan.py       which parameters the kernels update and which torch's functions do
+rounding.py   second moments in bfloat16
 kernels/      Triton kernels
 """
 

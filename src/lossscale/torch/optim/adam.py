@@ -35,7 +35,13 @@ if TYPE_CHECKING:
 class _AdamStep(ScaledOptimizer):
     """The step of Adam, with either kind of weight decay."""
 
+    kept_names = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER)
     steps_as = torch.optim.Adam
+
+    @property
+    def _rounds_stochastically(self) -> bool:
+        """Whether second moments are rounded so that their mean is exact."""
+        return self._options.moments_dtype == torch.bfloat16
 
     def _init_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
         state = self.state[param]
@@ -62,7 +68,7 @@ class _AdamStep(ScaledOptimizer):
         """Return why the kernels cannot update a group; empty if they can."""
         return reason_of_group(group, group["betas"])
 
-    def make_row(self, param: torch.Tensor, number: int) -> "Row":
+    def make_row(self, param: torch.Tensor, number: int, slope: torch.dtype) -> "Row":
         """Return a parameter's row of the kernels' tables; its state is made here."""
         from lossscale.torch.optim.kernels.tables import Row  # noqa: PLC0415
 
@@ -72,13 +78,15 @@ class _AdamStep(ScaledOptimizer):
         kept = [self._rows_tensor(param, name) for name in names]
         if not group["amsgrad"]:
             kept[2] = None
-        return Row(local_shard(param), tuple(kept), number, self.state[param]["step"])
+        step = self.state[param]["step"]
+        return Row(local_shard(param), slope, tuple(kept), number, step)
 
     def make_tables(self, rows: "list[Row]", params: list[torch.Tensor]) -> "Tables":
         """Return the kernels' tables; they have the step counts from now on."""
         from lossscale.torch.optim.kernels.tables import AdamTables  # noqa: PLC0415
 
-        tables = AdamTables(rows, len(self.param_groups))
+        groups = len(self.param_groups)
+        tables = AdamTables(rows, groups, stochastic=self._rounds_stochastically)
         for param, step in zip(params, tables.steps, strict=True):
             self.state[param]["step"] = step
         return tables
@@ -144,13 +152,19 @@ class _AdamStep(ScaledOptimizer):
         has_complex = self._init_group(group, *lists)  # type: ignore[attr-defined]
         weights, grads, means, squares, largest, steps = lists
         work = Workspace()
-        if scale.inverse is not None or self._options != Options():
+        if scale != HostScale(False, None) or self._options != Options():
             for number, param in enumerate(params):
                 weight = self._weight(param)
                 kept = [means[number].dtype]
-                dtype = working_dtype(weight, scale.inverse, kept)
-                weights[number] = work.open(weight, dtype)
+                dtype = working_dtype(weight, scale, kept)
+                is_noisy = self._rounds_stochastically and kept == [torch.bfloat16]
+                if is_noisy and dtype == torch.bfloat16:
+                    dtype = torch.float32
+                weights[number] = work.open_weight(weight, dtype)
                 grads[number] = unscale(grads[number], scale.inverse, dtype)
+                if is_noisy:
+                    step, square = steps[number], squares[number]
+                    squares[number] = work.open_square(square, dtype, step)
                 for moments in filter(None, (means, squares, largest)):
                     moments[number] = work.open(moments[number], dtype)
         beta1, beta2 = group["betas"]

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lossscale.torch.distributed.dtensor import local_shard
+from lossscale.torch.optim.rounding import round_stochastically_
+
 _SMALL = 2**14
 """Below so many elements a tensor, torch's foreach step is the faster one on a CPU."""
 
@@ -22,6 +25,8 @@ class HostScale(NamedTuple):
     """Whether the step must change nothing."""
     inverse: float | None
     """What the gradients are multiplied by; `None` if they carry no scale."""
+    has_scaler: bool = False
+    """Whether a scaler takes the step, also if it has unscaled the gradients before."""
 
 
 def read_scale(
@@ -33,7 +38,7 @@ def read_scale(
     if grad_scale is not None and not is_skipped:
         # As torch.amp.GradScaler inverts it.
         inverse = grad_scale.double().reciprocal().float().item()
-    return HostScale(is_skipped, inverse)
+    return HostScale(is_skipped, inverse, found_inf is not None)
 
 
 def unscale(
@@ -48,24 +53,36 @@ def unscale(
 
 
 def working_dtype(
-    weight: torch.Tensor, inverse: float | None, kept: list[torch.dtype]
+    weight: torch.Tensor, scale: HostScale, kept: list[torch.dtype]
 ) -> torch.dtype:
     """Return the dtype in which a weight is updated.
 
-    It is the weight's own, as in torch, unless that is a half-precision one whose
-    gradient must be unscaled first, or unless the moments have another one. Then the
-    update is made in float32, as torch's fused optimizers make it.
+    It is the weight's own, as in torch, unless that is a half-precision one and the
+    step is a scaler's, or the moments have another one. Then the update is made in
+    float32, as torch's fused optimizers and the kernels make it: in float16 the epsilon
+    of Adam is zero.
 
     Args:
         weight: The master, or the parameter itself.
-        inverse: What the gradient is multiplied by.
+        scale: What a scaler has set.
         kept: The dtypes of the moments.
     """
     dtype = weight.dtype
     is_half = dtype in (torch.float16, torch.bfloat16)
-    if is_half and (inverse is not None or any(other != dtype for other in kept)):
+    is_scaled = scale.has_scaler or scale.inverse is not None
+    if is_half and (is_scaled or any(other != dtype for other in kept)):
         return torch.float32
     return dtype
+
+
+def write_weight(param: torch.Tensor, weight: torch.Tensor) -> None:
+    """Round a weight to the dtype of its parameter.
+
+    What is beyond the range of float16 becomes its largest number: an infinite weight
+    would make every loss from then on infinite or NaN.
+    """
+    largest = torch.finfo(param.dtype).max
+    param.copy_(weight.clamp(-largest, largest))
 
 
 class Workspace:
@@ -77,19 +94,63 @@ class Workspace:
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._weights: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._steps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Copies that are rounded stochastically, and the steps they belong to."""
 
     def open(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor in a dtype."""
+        """Return a moment in a dtype."""
+        return self._open(tensor, dtype, self._copies)
+
+    def open_square(
+        self, square: torch.Tensor, dtype: torch.dtype, step: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a second moment in a dtype; `write` rounds it stochastically.
+
+        Args:
+            square: The moment, in bfloat16.
+            dtype: A wider dtype.
+            step: Counts the steps.
+        """
+        copy = self.open(square, dtype)
+        self._steps.append((copy, step))
+        return copy
+
+    def open_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight in a dtype."""
+        return self._open(weight, dtype, self._weights)
+
+    @staticmethod
+    def _open(
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        copies: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
         if tensor.dtype == dtype:
             return tensor
         copy = tensor.to(dtype)
-        self._copies.append((tensor, copy))
+        copies.append((tensor, copy))
         return copy
 
     def write(self) -> None:
         """Write the results to the tensors that the optimizer keeps."""
+        rounded = {}
+        for copy, step in self._steps:
+            own = local_shard(copy).to(torch.float32)
+            round_stochastically_(own, step)
+            rounded[id(copy)] = own
         for tensor, copy in self._copies:
-            tensor.copy_(copy)
+            if id(copy) in rounded:
+                local_shard(tensor).copy_(rounded[id(copy)])
+            else:
+                tensor.copy_(copy)
+        for weight, copy in self._weights:
+            write_weight(weight, copy)
+
+
+def has_duplicates(weights: list[torch.Tensor]) -> bool:
+    """Whether a weight is there twice: it is updated once after the other."""
+    return len(set(map(id, weights))) < len(weights)
 
 
 def choose_foreach(
@@ -111,6 +172,6 @@ def choose_foreach(
         for weight in weights
     )
     elements = sum(weight.numel() for weight in weights)
-    is_small = elements < _SMALL * len(weights)
+    is_small = elements < _SMALL * len(weights) and not has_duplicates(weights)
     # Otherwise torch chooses by itself: for a GPU it takes the foreach step.
     return True if are_plain and is_small else None

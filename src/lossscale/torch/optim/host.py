@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from lossscale.torch import torch_internals as ti
+from lossscale.torch.optim.eager import has_duplicates
 
 _PIECE = 2**15
 """How many elements a thread takes; torch gives no thread fewer."""
@@ -101,6 +102,7 @@ def can_update(group: Mapping[str, Any], columns: Columns) -> bool:
         and all(map(attrgetter("is_cpu"), used))
         and all(map(torch.is_floating_point, columns.grads))
         and set(map(attrgetter("layout"), columns.grads)) == {torch.strided}
+        and not has_duplicates(columns.weights)
     )
 
 
@@ -198,9 +200,39 @@ def _update_run(
     ti.foreach_add_(divisors, group["eps"])
     ti.foreach_addcdiv_(weights, means, divisors, known.size)
     with_master = [
-        (half, weight)
-        for half, weight in zip(run.halves, weights, strict=True)
+        (half, weight, divisor)
+        for half, weight, divisor in zip(run.halves, weights, divisors, strict=True)
         if half is not None
     ]
     if with_master:
-        ti.foreach_copy_(*map(list, zip(*with_master, strict=True)))
+        _write_halves(*map(list, zip(*with_master, strict=True)))
+
+
+def _write_halves(halves: Tensors, weights: Tensors, memory: Tensors) -> None:
+    """Round weights to their half-precision parameters, as `write_weight` does.
+
+    Args:
+        halves: The parameters.
+        weights: Their masters.
+        memory: As many tensors of the same shapes, to write to.
+    """
+    are_small = sum(map(torch.Tensor.numel, weights)) < _SMALL * len(weights)
+    if are_small and _all_fit(halves, weights):
+        ti.foreach_copy_(halves, weights)
+        return
+    for half, weight, limited in zip(halves, weights, memory, strict=True):
+        largest = torch.finfo(half.dtype).max
+        half.copy_(torch.clamp(weight, -largest, largest, out=limited))
+
+
+def _all_fit(halves: Tensors, weights: Tensors) -> bool:
+    """Whether all weights are in the range of their parameters; False for NaN.
+
+    One check of all takes less time than limiting each of many small tensors.
+    """
+    largest = min(torch.finfo(dtype).max for dtype in set(map(_dtype_of, halves)))
+    flat = ti.flatten(weights)
+    if not flat.numel():
+        return True
+    low, high = flat.aminmax()
+    return -largest <= low.item() and high.item() <= largest

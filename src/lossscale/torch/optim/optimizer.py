@@ -6,6 +6,7 @@ gradients are divided, and `found_inf`, which skips the step; without them it is
 step of torch's class. Gradients are not written to unless `write_back` asks for it.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
@@ -19,10 +20,15 @@ from lossscale.core.validation import format_value
 from lossscale.errors import SettingError, StateError
 from lossscale.torch.devices import is_capturing, uncompiled
 from lossscale.torch.distributed.dtensor import local_shard
-from lossscale.torch.optim.eager import HostScale, read_scale
+from lossscale.torch.optim.eager import HostScale, read_scale, write_weight
 from lossscale.torch.optim.formulas import Kept
 from lossscale.torch.optim.measurement import EagerUpdate, UpdateMeasurement
-from lossscale.torch.optim.plan import StepPlan, may_use_kernels
+from lossscale.torch.optim.plan import (
+    StepPlan,
+    chooses_torch,
+    may_use_kernels,
+    warn_of_loaded_choice,
+)
 from lossscale.torch.scaler.param_names import ParamNames
 
 if TYPE_CHECKING:
@@ -79,6 +85,8 @@ class ScaledOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     """Scalers pass `grad_scale` and `found_inf`."""
 
+    kept_names: ClassVar[tuple[str, ...]]
+    """What the kernels may read or write of a parameter's state."""
     steps_as: ClassVar[type[torch.optim.Optimizer]]
     """torch's class of the same update; a scaler reads how it uses the gradients."""
 
@@ -197,7 +205,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
             for param in params:
                 weight = self._weight(param)
                 if weight is not param:
-                    param.copy_(weight)
+                    write_weight(param, weight)
 
     def _write_back(self, params: list[torch.Tensor], scale: HostScale) -> None:
         """Unscale the gradients in place, if that was asked for."""
@@ -301,12 +309,13 @@ class ScaledOptimizer(torch.optim.Optimizer):
         """Whether torch's functions take the first step of a parameter."""
         return False
 
-    def make_row(self, param: torch.Tensor, number: int) -> "Row":
+    def make_row(self, param: torch.Tensor, number: int, slope: torch.dtype) -> "Row":
         """Return a parameter's row of the kernels' tables; its state is made here.
 
         Args:
             param: The parameter.
             number: The index of its group.
+            slope: The dtype of its gradient.
         """
         raise NotImplementedError
 
@@ -421,18 +430,54 @@ class ScaledOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Load float32 weights into a module and, unrounded, into its masters.
 
+        What is beyond the range of a half-precision parameter becomes its largest
+        number; a warning names such parameters.
+
         Args:
             module: The module whose parameters this optimizer updates.
-            state_dict: A state dict of the module in float32.
+            state_dict: A state dict of the module in float32, with its names.
+
+        Raises:
+            StateError: If a parameter with a master is missing from the state dict;
+                nothing is changed.
         """
-        module.load_state_dict(state_dict)
         groups = {
             id(param): group for group in self.param_groups for param in group["params"]
         }
-        for name, param in module.named_parameters():
-            if id(param) in groups and self.has_master(param):
+        named = [
+            (name, param)
+            for name, param in module.named_parameters()
+            if param.dtype in HALF
+        ]
+        with_master = {
+            name
+            for name, param in named
+            if id(param) in groups and self.has_master(param)
+        }
+        missing = sorted(with_master - state_dict.keys())
+        if missing:
+            message = (
+                f"The state dict has no weights for {missing[0]}. It must have the "
+                "module's own names, also where a hook of the module renames them: "
+                "the masters are loaded by name."
+            )
+            raise StateError(message)
+        module.load_state_dict(state_dict)
+        saturated = []
+        for name, param in named:
+            weight = state_dict.get(name)
+            if name in with_master:
                 self._init_state(param, groups[id(param)])
-                self.state[param][MASTER].copy_(state_dict[name])
+                weight = self.state[param][MASTER].copy_(weight)
+            if weight is not None and bool((param.isinf() & weight.isfinite()).any()):
+                write_weight(param, weight)
+                saturated.append(name)
+        if saturated:
+            message = (
+                f"Weights beyond the range of their dtype were loaded as its largest "
+                f"number: {', '.join(saturated)}. Masters have the float32 numbers."
+            )
+            warnings.warn(message, stacklevel=2)
 
     # -- saving ------------------------------------------------------------------------
 
@@ -452,11 +497,15 @@ class ScaledOptimizer(torch.optim.Optimizer):
 
         # The last hook: others may replace the state dict.
         handle = self.register_load_state_dict_pre_hook(remember)
+        chosen = list(map(chooses_torch, self.param_groups))
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
             self._loading = None
+        loaded = map(chooses_torch, self.param_groups)
+        if any(new and not old for new, old in zip(loaded, chosen, strict=True)):
+            warn_of_loaded_choice(self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied."""
@@ -482,7 +531,9 @@ class ScaledOptimizer(torch.optim.Optimizer):
         for key, param in zip(saved, params, strict=True):
             kept = state["state"].get(param)
             for name, value in loaded["state"].get(key, {}).items():
-                if name == "step" or not isinstance(value, torch.Tensor):
+                if name == "step" or name not in self.kept_names:
+                    continue  # what a subclass keeps may have any shape
+                if not isinstance(value, torch.Tensor):
                     continue
                 if value.shape != param.shape:
                     message = (

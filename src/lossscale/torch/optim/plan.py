@@ -9,6 +9,7 @@ they run; everything else is left to torch, and on a GPU a warning says so once.
 
 import operator
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,7 @@ from lossscale.torch.devices import is_capturing
 from lossscale.torch.distributed.dtensor import as_dtensor, local_shard
 from lossscale.torch.inspection import kernel_backend
 from lossscale.torch.inspection.layout_cache import layout_of
+from lossscale.torch.optim.kept_tensors import KeptTensors
 from lossscale.torch.optim.measurement import UpdateMeasurement, describe_weight
 from lossscale.torch.torch_internals import all_addresses_equal
 
@@ -36,6 +38,8 @@ class Member(NamedTuple):
 
     param: torch.Tensor
     group: int
+    slope: torch.dtype
+    """The dtype of its gradient."""
 
 
 class DevicePlan(NamedTuple):
@@ -92,12 +96,14 @@ class StepPlan:
         self.devices = [
             _plan_device(optimizer, own, params, previous) for own in members.values()
         ]
-        self._states = optimizer.state
-        self._state_count = len(optimizer.state)
+        updated = [member.param for plan in self.devices for member in plan.members]
+        self._kept = KeptTensors(optimizer.state, updated, optimizer.kept_names)
 
     def _divide(self, optimizer: "ScaledOptimizer") -> dict[torch.device, list[Member]]:
         """Return what the kernels update, by device; the rest is for torch."""
         members: dict[torch.device, list[Member]] = {}
+        counts = Counter(map(id, self._params))
+        repeated = {found for found, count in counts.items() if count > 1}
         for number, group in enumerate(optimizer.param_groups):
             left = []
             chosen = optimizer.reason_against(group)
@@ -107,11 +113,15 @@ class StepPlan:
                 if not chosen and optimizer.starts_eagerly(param, group):
                     self.is_final = False
                     left.append(param)
+                elif id(param) in repeated:
+                    _warn_once(param, "the optimizer has it more than once")
+                    left.append(param)
                 elif reason := chosen or _reason_against(param):
                     _warn_once(param, reason)
                     left.append(param)
                 else:
-                    members.setdefault(param.device, []).append(Member(param, number))
+                    member = Member(param, number, param.grad.dtype)
+                    members.setdefault(param.device, []).append(member)
             if left:
                 self.eager[number] = left
         return members
@@ -130,14 +140,13 @@ class StepPlan:
             if sum(map(operator.is_, grads, repeat(None))) != missing:
                 return False
         return (
-            optimizer.state is self._states
-            and len(optimizer.state) == self._state_count
-            and len(params) == len(self._params)
+            len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
             and all(map(operator.is_not, present, repeat(None)))
             and self._keys == _keys_of(optimizer)
             and self._layout.check(*present)  # type: ignore[arg-type]
             and self._has_addresses(params)
+            and self._kept.are_in(optimizer.state)
         )
 
     def _has_addresses(self, params: list[torch.Tensor]) -> bool:
@@ -211,7 +220,7 @@ def _reason_against(param: torch.Tensor) -> str:
     own, slope = local_shard(param), local_shard(grad)
     if type(own) not in _PLAIN or type(slope) not in _PLAIN:
         return f"it is a {type(own).__name__}"
-    if own.dtype not in _DTYPES or slope.dtype != own.dtype:
+    if own.dtype not in _DTYPES or slope.dtype not in (own.dtype, torch.float32):
         return f"it is {own.dtype} and its gradient {slope.dtype}"
     if not kernel_backend.can_read(slope) or not kernel_backend.can_read(own):
         return "it or its gradient is sparse or has gaps"
@@ -245,6 +254,28 @@ _warned: set[str] = set()
 _CHOSEN = "foreach=True or fused=False was chosen"
 
 
+def chooses_torch(group: Mapping[str, Any]) -> bool:
+    """Whether a group's settings choose torch's own functions."""
+    return bool(group["foreach"]) or group["fused"] is False
+
+
+def warn_of_loaded_choice(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Say once that a state dict has chosen torch's functions where kernels run."""
+    params = [param for group in groups for param in group["params"]]
+    if may_use_kernels(params) and _LOADED not in _warned:
+        _warned.add(_LOADED)
+        message = (
+            "The state dict that was loaded has foreach=True or fused=False: torch's "
+            "functions update its groups from now on, and wait for the device. To have "
+            "the kernels update them, set foreach and fused of each group of "
+            "optimizer.param_groups to None."
+        )
+        warnings.warn(message, stacklevel=3)
+
+
+_LOADED = "a state dict has chosen torch's functions"
+
+
 def reason_of_group(group: Mapping[str, Any], numbers: Sequence[object]) -> str:
     """Return why the kernels cannot update any parameter of a group.
 
@@ -252,7 +283,7 @@ def reason_of_group(group: Mapping[str, Any], numbers: Sequence[object]) -> str:
         group: The group.
         numbers: Those of its settings that must be numbers.
     """
-    if group["foreach"] or group["fused"] is False:
+    if chooses_torch(group):
         return _CHOSEN
     if any(isinstance(number, torch.Tensor) for number in numbers):
         return "a setting other than the learning rate is a tensor"
@@ -277,11 +308,6 @@ def _plan_device(
     groups = len(optimizer.param_groups)
     indices = {id(param): index for index, param in enumerate(params)}
     with_grad = {id(member.param) for member in members}
-    rows = [optimizer.make_row(*member) for member in members]
-    needed = {
-        id(member.param): signature_of(row, groups)
-        for member, row in zip(members, rows, strict=True)
-    }
     before = next(
         (
             x
@@ -290,30 +316,55 @@ def _plan_device(
         ),
         None,
     )
-    if before is None or not needed.items() <= before.signatures.items():
-        # Parameters without a gradient keep their rows: they may have one next time.
-        if before is not None:
-            resting = [
-                member
-                for member in before.members
-                if id(member.param) not in with_grad and id(member.param) in indices
-            ]
-            members = members + resting
-            rows += [optimizer.make_row(*member) for member in resting]
-        tables = optimizer.make_tables(rows, [member.param for member in members])
-        rows = [optimizer.make_row(*member) for member in members]
-        signatures = {
-            id(member.param): signature_of(row, groups)
-            for member, row in zip(members, rows, strict=True)
-        }
-    else:
+    if before is not None:
+        members = members + _find_resting(optimizer, before, with_grad)
+    signatures = _signatures_of(optimizer, members, groups)
+    if before is not None and signatures == before.signatures:
         tables, members, signatures, *_ = before
+    else:
+        rows = [optimizer.make_row(*member) for member in members]
+        tables = optimizer.make_tables(rows, [member.param for member in members])
+        signatures = _signatures_of(optimizer, members, groups)
     positions = [
         indices[id(member.param)] if id(member.param) in with_grad else None
         for member in members
     ]
     has_all = positions == list(range(len(params)))
     return DevicePlan(tables, members, signatures, positions, has_all)
+
+
+def _find_resting(
+    optimizer: "ScaledOptimizer", before: DevicePlan, with_grad: set[int]
+) -> list[Member]:
+    """Return members without a gradient: they keep their rows, for the next time.
+
+    Args:
+        optimizer: The optimizer.
+        before: The plan before.
+        with_grad: The ids of the members that have a gradient.
+    """
+    numbers = {
+        id(param): number
+        for number, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
+    found = []
+    for param, _, slope in before.members:
+        own = local_shard(param)
+        fits = own.device == before.tables.device and own.dtype in _DTYPES
+        if fits and id(param) in numbers and id(param) not in with_grad:
+            found.append(Member(param, numbers[id(param)], slope))
+    return found
+
+
+def _signatures_of(
+    optimizer: "ScaledOptimizer", members: list[Member], groups: int
+) -> dict[int, object]:
+    """Return what the row of each member is made from, by the id of its parameter."""
+    return {
+        id(member.param): signature_of(optimizer.make_row(*member), groups)
+        for member in members
+    }
 
 
 def signature_of(row: "Row", groups: int) -> object:
@@ -324,7 +375,7 @@ def signature_of(row: "Row", groups: int) -> object:
         groups: How many groups there are.
     """
     tensors = (row.param, *row.kept, row.step)
-    return (row.group, groups), tuple(
+    return (row.group, groups, row.slope), tuple(
         None if tensor is None else (tensor.data_ptr(), tensor.dtype)
         for tensor in tensors
     )

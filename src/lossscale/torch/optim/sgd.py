@@ -44,6 +44,7 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
         0.5
     """
 
+    kept_names = (BUFFER, MASTER)
     steps_as = torch.optim.SGD
 
     def __init__(
@@ -112,7 +113,7 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
         is_dampened = bool(group["momentum"] and group["dampening"])
         return is_dampened and self.state.get(param, {}).get(BUFFER) is None
 
-    def make_row(self, param: torch.Tensor, number: int) -> "Row":
+    def make_row(self, param: torch.Tensor, number: int, slope: torch.dtype) -> "Row":
         """Return a parameter's row of the kernels' tables; its state is made here."""
         from lossscale.torch.optim.kernels.tables import Row  # noqa: PLC0415
 
@@ -126,7 +127,7 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
                     memory_format=torch.preserve_format,
                 )
             buffer = self._rows_tensor(param, BUFFER)
-        return Row(local_shard(param), (buffer, master), number)
+        return Row(local_shard(param), slope, (buffer, master), number)
 
     def make_tables(self, rows: "list[Row]", params: list[torch.Tensor]) -> "Tables":  # noqa: ARG002
         """Return the kernels' tables."""
@@ -159,8 +160,8 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
             weight = self._weight(param)
             kept = lists[2][number] if group["momentum"] else None
             dtypes = [] if kept is None else [kept.dtype]
-            dtype = working_dtype(weight, scale.inverse, dtypes)
-            weights.append(work.open(weight, dtype))
+            dtype = working_dtype(weight, scale, dtypes)
+            weights.append(work.open_weight(weight, dtype))
             grads.append(self._own_grad(param, group, scale, dtype))
             if group["momentum"]:
                 buffers.append(None if kept is None else work.open(kept, dtype))
@@ -179,8 +180,9 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
             maximize=group["maximize"],
         )
         work.write()
-        for param, buffer in zip(params, buffers, strict=False):
-            if buffer is not None and self.state[param].get(BUFFER) is None:
+        # `buffers` is empty without momentum.
+        for param, before, buffer in zip(params, lists[2], buffers, strict=False):
+            if buffer is not None and before is None:
                 self.state[param][BUFFER] = buffer.to(self.state_dtype(param))
         self._round_masters(params)
         self._write_back(params, scale)

@@ -11,9 +11,9 @@ import torch
 from lossscale.errors import ContextError, GradientError
 from lossscale.torch.distributed.dtensor import from_local_shard, local_shard
 from lossscale.torch.inspection.groups import (
-    CarriedScale,
     FoundInf,
     GradientGroups,
+    GradientScale,
     any_flag,
     invert,
 )
@@ -28,6 +28,7 @@ from lossscale.torch.inspection.summary import (
     SCALE,
     TOO_LARGE,
 )
+from lossscale.torch.optim.optimizer import ScaledOptimizer
 from lossscale.torch.scaler.gradient_checker import (
     GradientChecker,
     LiveState,
@@ -78,8 +79,8 @@ class GradientAccumulator:
         self._finite_batches += is_finite
         self._overflowed = torch.maximum(self._overflowed, overflowed)
         if of_ranks:
-            known = self._of_ranks or of_ranks
-            self._of_ranks = list(map(torch.maximum, known, of_ranks))
+            old_flags = self._of_ranks or of_ranks
+            self._of_ranks = list(map(torch.maximum, old_flags, of_ranks))
         if amaxes is None:
             return
         params = params_of(self._optimizer)
@@ -125,14 +126,20 @@ class GradientAccumulator:
     def restore_grads(self) -> None:
         """Put the sums into `.grad`, as if no micro-batch had been left out."""
         finite = self._finite_batches
-        share = torch.where(finite > 0, self._batches / finite, 0.0)
+        factor = torch.where(finite > 0, self._batches / finite, 0.0)
         for param in params_of(self._optimizer):
             total = self._sums.pop(id(param), None)
             if total is None:
                 continue
-            total.mul_(share.to(total.device))
-            # torch 2.10 and later: a parameter may want gradients of another dtype.
-            dtype = getattr(param, "grad_dtype", None) or param.dtype
+            total.mul_(factor.to(total.device))
+            dtype = total.dtype
+            if not isinstance(self._optimizer, ScaledOptimizer):
+                # A parameter may want gradients of another dtype.
+                dtype = param.grad_dtype or param.dtype
+            elif param.grad_dtype not in (dtype, None):
+                # Ours take a float32 sum for a half-precision weight. In float16 the
+                # smallest gradients would be zero again, and a sum may be infinite.
+                param.grad_dtype = None
             param.grad = from_local_shard(total.to(dtype), param)
 
     def merge_into(
@@ -146,7 +153,7 @@ class GradientAccumulator:
         Args:
             buffer: The buffer of the summary.
             param_indices: Which parameters its tensors belong to; `None` for all.
-            scale: The scale that the micro-batches carried.
+            scale: The scale of the micro-batches.
         """
         none_finite = self.none_finite.to(buffer.device)
         overflowed = self._overflowed.to(buffer.device)
@@ -180,7 +187,7 @@ def add_micro_batch(step: OptimizerStep, collected: Collected, live: LiveState) 
     flags = torch.zeros(3, device=scale.device)
     if groups is not None:
         request = InspectionRequest(measure_amax=True)
-        summary, found_inf = groups.measure(grads, CarriedScale(scale), request)
+        summary, found_inf = groups.measure(grads, GradientScale(scale), request)
         skips = any_flag(list(found_inf.values()), scale.device)
         overflowed = skips * (1.0 - summary.slot(TOO_LARGE).to(skips))
         amaxes = summary.amaxes_as_tensor()
@@ -220,7 +227,7 @@ def finish(
 ) -> FoundInf:
     """Put the sums into the gradients and check them: a sum may overflow as well."""
     step.accumulator = None
-    one = torch.ones((), dtype=torch.float32, device=live.tensor.device)
+    unit = torch.ones((), dtype=torch.float32, device=live.tensor.device)
     try:
         accumulator.restore_grads()
         found_inf, inspection = checker.check(
@@ -229,7 +236,7 @@ def finish(
             InspectionRequest(measure_amax=True),
             live,
             allow_fp16=True,
-            inverse=one,
+            inverse=unit,
         )
         raise_flags(found_inf, accumulator.none_finite)
         if inspection is not None:

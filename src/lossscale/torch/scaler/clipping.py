@@ -10,7 +10,7 @@ import torch
 from lossscale.core import validation
 from lossscale.core.validation import format_value
 from lossscale.errors import SettingError
-from lossscale.torch.inspection.groups import CarriedScale
+from lossscale.torch.inspection.groups import GradientScale
 from lossscale.torch.inspection.host import make_number
 from lossscale.torch.inspection.inspector import Inspection
 from lossscale.torch.inspection.ranked import measure_over_ranks
@@ -230,7 +230,7 @@ def _clip_over_ranks(
             "2.0 or math.inf."
         )
         raise SettingError(message)
-    one = torch.ones((), dtype=torch.float32, device=live.tensor.device)
+    unit = torch.ones((), dtype=torch.float32, device=live.tensor.device)
     request = InspectionRequest(
         max_norm=clip.max_norms[0],
         norm_type=clip.norm_type,
@@ -238,7 +238,7 @@ def _clip_over_ranks(
         check_headroom=False,
     )
     summary, found_inf, _ = measure_over_ranks(
-        groups, grads, plan, CarriedScale(one), request, live.for_ranks()
+        groups, grads, plan, GradientScale(unit), request, live.for_ranks()
     )
     inspection = Inspection(summary, found_inf, collected)
     norm = inspection.summary.slot(NORM)
@@ -273,10 +273,10 @@ def _lift_headroom(step: OptimizerStep, norm: torch.Tensor, max_norm: float) -> 
     numbers = summary.numbers
     is_measured = (norm.detach().max() <= validation.FLOAT32_MAX).to(torch.float32)
     if isinstance(numbers, list):
-        kept: float | torch.Tensor = 1.0 - numbers[TOO_LARGE] * is_measured.item()
+        factor: float | torch.Tensor = 1.0 - numbers[TOO_LARGE] * is_measured.item()
     else:
-        kept = 1.0 - numbers[TOO_LARGE] * is_measured.to(numbers.device)
+        factor = 1.0 - numbers[TOO_LARGE] * is_measured.to(numbers.device)
     for index in (FOUND_INF, TOO_LARGE):
-        numbers[index] = numbers[index] * kept  # type: ignore[assignment]
+        numbers[index] = numbers[index] * factor  # type: ignore[assignment]
     for flag in step.found_inf.values():
-        flag.mul_(kept if isinstance(kept, float) else kept.to(flag.device))
+        flag.mul_(factor if isinstance(factor, float) else factor.to(flag.device))

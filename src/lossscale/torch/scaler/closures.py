@@ -14,8 +14,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lossscale.errors import ContextError
 from lossscale.torch.inspection.inspector import params_of
 from lossscale.torch.scaler.fused_optimizers import StepArguments
+from lossscale.torch.scaler.iteration import OptimizerStep
+from lossscale.torch.scaler.wrapped_optimizers import choose_stepped
 
 Closure: TypeAlias = Callable[..., Any]
 
@@ -54,28 +57,53 @@ def _first_parameter(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def step_with_closure(
-    optimizer: torch.optim.Optimizer,
-    stepped: torch.optim.Optimizer,
+    step: OptimizerStep,
+    given: torch.optim.Optimizer,
     closure: Closure,
     arguments: StepArguments,
-    *,
-    rewind: Callable[[], None],
     unscale_and_check: Callable[[], bool],
 ) -> Any:
     """Step an optimizer with a closure; return its result, `None` if skipped.
 
+    Gradients that are there before the call are not the scaler's: they are left alone,
+    unless `unscale_` was called for them (SAM takes its first step from them). If it
+    was, and they are not finite, the closure is not called at all.
+
     Args:
-        optimizer: Whose gradients the closure makes.
-        stepped: The same, or the wrapper of a package around it.
+        step: The step of the optimizer whose gradients the closure makes.
+        given: The optimizer, or the wrapper of a package around it.
         closure: Runs the backward pass; the optimizer may call it with arguments.
         arguments: What else its `step` takes.
-        rewind: Called before each call of the closure: its gradients are new.
-        unscale_and_check: Called after it; returns whether they are finite.
+        unscale_and_check: Called after the closure; returns whether the gradients are
+            finite.
     """
-    snapshot = _Snapshot(optimizer)
+    if step.accumulator is not None:
+        message = (
+            "accumulate() and a closure do not go together: the closure brings its "
+            "own gradients. Add the micro-batches up inside the closure."
+        )
+        raise ContextError(message)
+    optimizer = step.optimizer
+    stepped = given if given is optimizer else choose_stepped(optimizer, given)
+    result = None
+    if not any(flag.item() for flag in step.found_inf.values()):
+        result = _call(step, stepped, closure, arguments, unscale_and_check)
+    step.mark_stepped()
+    return result
+
+
+def _call(
+    step: OptimizerStep,
+    stepped: torch.optim.Optimizer,
+    closure: Closure,
+    arguments: StepArguments,
+    unscale_and_check: Callable[[], bool],
+) -> Any:
+    """Call the optimizer's step; restore what it changed unless it is completed."""
+    snapshot = _Snapshot(step.optimizer)
 
     def checked_closure(*args: Any, **kwargs: Any) -> Any:
-        rewind()
+        step.rewind()  # its gradients are new
         with torch.enable_grad():
             loss = closure(*args, **kwargs)
         if unscale_and_check():
@@ -90,7 +118,7 @@ def step_with_closure(
         return None
     except BaseException:
         snapshot.restore()
-        rewind()  # a retry brings its own gradients
+        step.rewind()  # a retry brings its own gradients
         raise
 
 

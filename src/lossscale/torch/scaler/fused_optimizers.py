@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from lossscale.errors import ContextError
 from lossscale.torch.calls import warn_caller
+from lossscale.torch.inspection.groups import any_flag
 from lossscale.torch.optim.optimizer import ScaledOptimizer
+from lossscale.torch.scaler.wrapped_optimizers import treats_call_as_applied
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
+
+    from lossscale.torch.scaler.iteration import OptimizerStep
 
 StepArguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """What the caller passes to `optimizer.step`, by position and by name."""
@@ -72,6 +77,39 @@ def step_with_scaler(
     return optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
 
 
+def step_fused(
+    step: "OptimizerStep",
+    stepped: torch.optim.Optimizer,
+    arguments: StepArguments,
+    scale: torch.Tensor,
+    *,
+    is_exact: bool,
+) -> Any:
+    """Step a fused optimizer; nothing waits.
+
+    Args:
+        step: Its step; the gradients are checked.
+        stepped: The optimizer, or a wrapper of a package around it.
+        arguments: What its `step` takes.
+        scale: The scale of the loss.
+        is_exact: Whether the flags that were recorded are exactly 0 or 1.
+    """
+    optimizer = step.optimizer
+    flags = list(step.found_inf.values())
+    if is_exact and len(flags) == 1 and flags[0].device == scale.device:
+        found_inf = flags[0]
+    else:
+        found_inf = any_flag(flags, scale.device)
+    grad_scale = step.grad_scale
+    if grad_scale is None and step.stage is OptState.READY:
+        grad_scale = scale
+    if not prepare_momentum(optimizer, found_inf):
+        return None
+    if treats_call_as_applied(optimizer) and bool(found_inf):
+        return None
+    return step_with_grad_scale(optimizer, stepped, arguments, grad_scale, found_inf)
+
+
 def step_with_grad_scale(
     optimizer: Any,
     stepped: torch.optim.Optimizer,
@@ -93,9 +131,9 @@ def step_with_grad_scale(
         found_inf: 1.0 to skip, else 0.0.
     """
     preset = getattr(optimizer, "grad_scale", None)
-    left = _left_behind.get(id(optimizer))
-    if left is not None and left.active is preset:
-        preset = left.preset  # an interrupt came before the end of this function
+    interrupted = _left_behind.get(id(optimizer))
+    if interrupted is not None and interrupted.active is preset:
+        preset = interrupted.preset  # an interrupt came before the end of this function
     active = preset if grad_scale is None else grad_scale
     if grad_scale is not None and preset is not None:
         active = grad_scale * preset

@@ -14,9 +14,9 @@ import torch
 
 from lossscale.torch.distributed.consensus import Number
 from lossscale.torch.inspection.groups import (
-    CarriedScale,
     FoundInf,
     GradientGroups,
+    GradientScale,
     any_flag,
     invert,
     make_flag,
@@ -79,7 +79,7 @@ class GradientChecker:
         self._sampler = sampler
         self._measures_more = options.measure_norm or options.measure_amax
         self.inspector = GradientInspector(options.rank_groups)
-        self._carried = CarriedScale(None)
+        self._gradient_scale = GradientScale(None)
         """The scaler's own scale."""
 
     def check(
@@ -127,7 +127,7 @@ class GradientChecker:
             inspection, loss = self.inspector.inspect(
                 optimizer,
                 collected,
-                self._carried_by(live.scale, inverse),
+                self._gradient_scale_from(live.scale, inverse),
                 request,
                 live.for_ranks,
             )
@@ -140,20 +140,37 @@ class GradientChecker:
             step.record(inspection.summary)
         return inspection.found_inf, inspection
 
-    def _carried_by(
+    def check_again(self, step: OptimizerStep, live: LiveState) -> None:
+        """Check unscaled gradients that were written to after a new loss was scaled."""
+        found_before = step.found_inf
+        one = torch.ones((), dtype=torch.float32, device=live.tensor.device)
+        found_inf, _ = self.check(
+            step.optimizer,
+            step,
+            InspectionRequest(),
+            live,
+            allow_fp16=True,
+            inverse=one,
+        )
+        for device, flag in found_before.items():
+            if device in found_inf:
+                new_flag = found_inf[device].reshape(flag.shape)
+                torch.maximum(flag, new_flag, out=flag)
+
+    def _gradient_scale_from(
         self, scale: torch.Tensor | None, inverse: torch.Tensor | None
-    ) -> CarriedScale:
-        """Return the scale that gradients carry: the scaler's, unless one is given."""
+    ) -> GradientScale:
+        """Return the scale of gradients: the scaler's, unless one is given."""
         if inverse is not None:
-            return CarriedScale(None, inverse)
-        if self._carried.scale is not scale:
-            self._carried = CarriedScale(scale)
-        return self._carried
+            return GradientScale(None, inverse)
+        if self._gradient_scale.scale is not scale:
+            self._gradient_scale = GradientScale(scale)
+        return self._gradient_scale
 
     def sample(
         self, optimizer: torch.optim.Optimizer, collected: Collected, live: LiveState
     ) -> None:
-        """Take the statistics of gradients that carry the scale, if they are wanted."""
+        """Take the statistics of scaled gradients, if they are wanted."""
         if self._sampler.is_due():
             name_of = self._options.names.name_of
             self._sampler.sample(live.iteration, optimizer, collected, name_of)
@@ -190,8 +207,8 @@ class GradientChecker:
         plan = self.inspector.plan_for(optimizer)
         if plan is None:
             return found_inf
-        own = any_flag(list(found_inf.values()), live.tensor.device)
-        (skips, *_), loss = reduce_flags(plan, own, None, live.for_ranks())
+        local_flag = any_flag(list(found_inf.values()), live.tensor.device)
+        (skips, *_), loss = reduce_flags(plan, local_flag, None, live.for_ranks())
         keep_loss_of_ranks(loss, live)
         for flag in found_inf.values():
             flag.copy_(skips.expand_as(flag))
@@ -269,14 +286,14 @@ class GradientChecker:
             param for group in optimizer.param_groups for param in group["params"]
         ]
         with_grad = [i for i, param in enumerate(params) if param.grad is not None]
-        listed = [
+        names = [
             self._options.names.name_of(optimizer, with_grad[index])
             for index in half_indices[:6]
         ]
-        more = len(half_indices) - len(listed)
+        more = len(half_indices) - len(names)
         message = (
             "Attempting to unscale FP16 gradients. The gradients of "
-            f"{', '.join(listed)}{f' and {more} more' if more else ''} are float16. "
+            f"{', '.join(names)}{f' and {more} more' if more else ''} are float16. "
             "Either keep the parameters in float32 and run the forward pass under "
             "torch.autocast, or step them by lossscale.torch.optim with "
             "master_weights=True, or, to unscale them in float16 all the same, write "
@@ -301,7 +318,7 @@ def keep_loss_of_ranks(loss: Number, live: LiveState) -> None:
         )
 
 
-def raise_flags(found_inf: FoundInf, other: torch.Tensor) -> None:
+def raise_flags(found_inf: FoundInf, common_flag: torch.Tensor) -> None:
     """Set every flag that another one implies."""
     for flag in found_inf.values():
-        torch.maximum(flag, other.to(flag.device), out=flag)
+        torch.maximum(flag, common_flag.to(flag.device), out=flag)

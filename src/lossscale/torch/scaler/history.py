@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from lossscale.errors import CollapseError, CollapseWarning
+from lossscale.core import validation
+from lossscale.core.explanation.numbers import format_number
+from lossscale.core.validation import format_value
+from lossscale.errors import CollapseError, CollapseWarning, SettingTypeError
 from lossscale.torch.calls import stack_level_of_caller
 from lossscale.torch.scaler.report import OptimizerRef, StepReport, is_same_optimizer
 
@@ -39,6 +42,8 @@ class StepHistory:
         self._max_consecutive_skips = max_consecutive_skips
         self._raises_on_collapse = raises_on_collapse
         self._on_alarm = on_alarm
+        self.has_penalties = False
+        """Whether a loss may be made of gradients of a scaled loss."""
         self.explanation: Explanation | None = None
         """What was seen of the batch after the alarm."""
         self._pending: deque[StepReport] = deque()
@@ -130,7 +135,11 @@ class StepHistory:
             return
         if not self._raises_on_collapse and self._consecutive_skips > limit:
             return  # said once
-        message = _describe_collapse(self._consecutive_skips, list(self._skipped))
+        message = _describe_collapse(
+            self._consecutive_skips,
+            list(self._skipped),
+            has_penalties=self.has_penalties,
+        )
         if self._raises_on_collapse:
             raise CollapseError(message)
         if self._on_alarm is not None:
@@ -139,9 +148,34 @@ class StepHistory:
         warnings.warn(message, CollapseWarning, stacklevel=stack_level_of_caller())
 
 
-def _describe_collapse(count: int, reports: list[StepReport]) -> str:
+def make_history(
+    on_step: OnStep | None,
+    max_consecutive_skips: int | None,
+    on_collapse: object,
+    on_alarm: Callable[[], None] | None,
+) -> StepHistory:
+    """Return the history that the constructor's arguments describe, or raise."""
+    validation.check_choice("on_collapse", on_collapse, ("warn", "raise", "explain"))
+    if on_step is not None and not callable(on_step):
+        message = (
+            f"on_step must be a function of a StepReport, got {format_value(on_step)}."
+        )
+        raise SettingTypeError(message)
+    if max_consecutive_skips is not None:
+        validation.check_count("max_consecutive_skips", max_consecutive_skips)
+    return StepHistory(
+        on_step,
+        max_consecutive_skips,
+        raises_on_collapse=on_collapse == "raise",
+        on_alarm=on_alarm,
+    )
+
+
+def _describe_collapse(
+    count: int, reports: list[StepReport], *, has_penalties: bool
+) -> str:
     """Return what was seen while all steps were skipped, and what to try."""
-    scales = [f"{report.scale:g}" for report in reports]
+    scales = [format_number(report.scale) for report in reports]
     if len(scales) > _LISTED:
         scales = [*scales[:3], "...", *scales[-2:]]
     reasons = [report.reason for report in reports]
@@ -151,18 +185,27 @@ def _describe_collapse(count: int, reports: list[StepReport]) -> str:
     names = ", ".join(f"{name} ({reason})" for name, reason in first) or "unknown"
     return (
         f"{count} consecutive steps were skipped; nothing is being trained. Scales: "
-        f"{', '.join(scales)}. Reasons: {', '.join(counts)}. First tensors that kept a "
-        f"step from being applied: {names}. {_advise(reports[-_LAST:])}"
+        f"{'; '.join(scales)}. Reasons: {', '.join(counts)}. First tensors that kept a "
+        f"step from being applied: {names}. "
+        f"{_advise(reports[-_LAST:], has_penalties=has_penalties)}"
     )
 
 
-def _advise(reports: list[StepReport]) -> str:
+def _advise(reports: list[StepReport], *, has_penalties: bool) -> str:
     """Return what follows from the last steps, and no more than that."""
     reasons = {report.reason for report in reports}
     scales = [report.scale for report in reports]
+    if reasons == {"loss"} and has_penalties:
+        return (
+            "The loss was not finite before it was scaled. It is made of gradients "
+            "(scaler.grad), which may be overflowing because of the scale: "
+            "scaler.explain(step_function) tries lower ones, and names the layer and "
+            "the operation."
+        )
     if reasons == {"loss"}:
         return (
-            "The loss was not finite before it was scaled, so no scale can help: look "
+            "The loss was not finite before it was scaled, so no scale helps, unless "
+            "the loss is made of gradients of a scaled one (a gradient penalty): look "
             "for the cause in the forward pass (float16 activations beyond 65504, a "
             "division by 0, a model that was trained in bfloat16) or in the weights. "
             "scaler.explain(step_function) names the layer and the operation."

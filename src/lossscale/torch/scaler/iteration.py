@@ -8,7 +8,7 @@ together with what torch has no key for, and the only writer of both. Replacing
 
 A call that raises or is interrupted half-way leaves its mark, because the marks are set
 before anything changes and cleared when all is recorded: `is_unscaling`, `stepping` and
-`is_accumulating`. The next call settles it, or refuses.
+`is_accumulating`. The next call recovers, or refuses.
 """
 
 import math
@@ -148,7 +148,7 @@ class OptimizerStep:
     # -- guards ------------------------------------------------------------------------
 
     def require_ready(self) -> None:
-        """Raise unless the gradients are as they came."""
+        """Raise unless the gradients are still scaled."""
         if self.stage is OptState.UNSCALED:
             message = (
                 "unscale_() has already been called on this optimizer since the last "
@@ -184,7 +184,7 @@ class OptimizerStep:
             message = "No inf checks were recorded for this optimizer."
             raise AssertionError(message)
 
-    def settle(self) -> None:
+    def recover(self) -> None:
         """Go on after a call that raised or was interrupted, or refuse.
 
         If `step` broke off and a backward pass has brought new gradients since, these
@@ -243,7 +243,7 @@ class OptimizerStep:
         self.grad_scale, self.clipped, self.inspection = None, False, None
 
     def mark_checked(self, found_inf: FoundInf) -> None:
-        """Record the flags of gradients that stay as they came."""
+        """Record the flags of gradients that stay scaled."""
         self.state["found_inf_per_device"] = self._own_flags = found_inf
 
     def mark_unscaled(
@@ -262,6 +262,15 @@ class OptimizerStep:
         self.losses = losses
         if stepping:
             self.stepping = self._unscaled
+        self.is_unscaling = False
+
+    def write_back(self) -> None:
+        """Write unscaled, clipped gradients where they are still scaled."""
+        if self.inspection is None:
+            return
+        self.is_unscaling = True
+        self.inspection.rescale_()
+        self.inspection = self.grad_scale = None
         self.is_unscaling = False
 
     def mark_stepping(self) -> None:
@@ -338,7 +347,7 @@ class Iteration:
             message = f"accumulate() was interrupted. {HOW_TO_RECOVER}"
             raise RuntimeError(message)
         if step.stepping is not None or step.is_unscaling:
-            step.settle()
+            step.recover()
         return step
 
     def note_loss(self, loss: Any) -> None:

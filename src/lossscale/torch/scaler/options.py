@@ -12,7 +12,7 @@ from lossscale.core import validation
 from lossscale.core.data_policies import AutoStart
 from lossscale.core.policies import Policy
 from lossscale.core.validation import format_value
-from lossscale.errors import SettingError, SettingTypeError
+from lossscale.errors import ContextError, SettingError, SettingTypeError
 from lossscale.torch.distributed.rank_groups import RankGroups
 from lossscale.torch.scaler.param_names import ParamNames
 from lossscale.torch.scaler.scale_update import torch_policy
@@ -63,7 +63,7 @@ def parse_init_scale(init_scale: float | Literal["auto"]) -> float:
     return _FIRST_SCALE
 
 
-def check_policy(
+def parse_policy(
     policy: object, numbers: TorchNumbers, *, is_auto: bool = False
 ) -> Policy | None:
     """Return a policy, or raise unless it is one and comes alone.
@@ -106,33 +106,66 @@ def parse_names(names: Names | None, module: torch.nn.Module | None) -> ParamNam
     return ParamNames(() if names is None else names)
 
 
-def check_callback(on_step: object) -> None:
-    """Raise unless the `on_step` argument can be called."""
-    if on_step is not None and not callable(on_step):
-        message = (
-            f"on_step must be a function of a StepReport, got {format_value(on_step)}."
-        )
-        raise SettingTypeError(message)
+def parse_options(
+    *,
+    policy: Policy | None,
+    names: Names | None,
+    module: torch.nn.Module | None,
+    on_no_gradients: str,
+    allow_fp16: bool,
+    measure_norm: bool,
+    measure_amax: bool,
+    rank_groups: RankGroups,
+) -> ScalerOptions:
+    """Return the options that the constructor's arguments describe, or raise.
+
+    Args:
+        policy: What `parse_policy` returned.
+        names: The names of parameters, if they were given.
+        module: The module that has them, if it was given.
+        on_no_gradients: "raise" or "ignore".
+        allow_fp16: As for the constructor.
+        measure_norm: As for the constructor.
+        measure_amax: As for the constructor.
+        rank_groups: What `parse_rank_groups` returned.
+    """
+    validation.check_choice("on_no_gradients", on_no_gradients, ("raise", "ignore"))
+    return ScalerOptions(
+        policy=policy,
+        names=parse_names(names, module),
+        ignores_no_gradients=on_no_gradients == "ignore",
+        allow_fp16=validation.check_bool("allow_fp16", allow_fp16),
+        measure_norm=validation.check_bool("measure_norm", measure_norm),
+        measure_amax=validation.check_bool("measure_amax", measure_amax),
+        rank_groups=rank_groups,
+        model=None if module is None else ref(module),
+    )
 
 
-def check_on_collapse(on_collapse: object, module: object) -> None:
-    """Raise unless the alarm is given what it needs."""
-    validation.check_choice("on_collapse", on_collapse, ("warn", "raise", "explain"))
-    if on_collapse == "explain" and module is None:
+MODEL_IS_GONE = (
+    "explain() needs the model, and the one that the scaler was made with is gone: the "
+    "scaler keeps no model alive. Keep a reference to it: models = "
+    "nn.ModuleList([generator, discriminator]), then GradScaler(module=models)."
+)
+
+
+def make_watch(
+    on_collapse: object, scaler: "GradScaler", module: torch.nn.Module | None
+) -> Callable[[], None] | None:
+    """Return what watches the batch after the alarm; `None` unless that was asked for.
+
+    Raises:
+        SettingError: If it was asked for without the module.
+    """
+    if on_collapse != "explain":
+        return None
+    if module is None:
         message = (
             'on_collapse="explain" needs the model whose batch it explains. Write '
             'GradScaler(module=model, on_collapse="explain").'
         )
         raise SettingError(message)
-
-
-def make_alarm(
-    on_collapse: str, scaler: "GradScaler", model: "ref[torch.nn.Module] | None"
-) -> Callable[[], None] | None:
-    """Return what happens at the alarm, besides a warning."""
-    if on_collapse != "explain" or model is None:
-        return None
-    reference = ref(scaler)
+    reference, model = ref(scaler), ref(module)
 
     def watch() -> None:
         from lossscale.torch.explain.collapse import watch_next_batch  # noqa: PLC0415
@@ -140,6 +173,24 @@ def make_alarm(
         watch_next_batch(reference, model)
 
     return watch
+
+
+def refuse_unknown_steps(scaler: object) -> NoReturn:
+    """Raise, because a subclass keeps from its base class which steps were applied."""
+    message = (
+        f"{type(scaler).__name__} overrides update() and never calls GradScaler's, so "
+        "its steps are not known. Call super().update() in it, or scheduler.step()."
+    )
+    raise ContextError(message)
+
+
+def refuse_factor(name: str, policy: Policy) -> NoReturn:
+    """Raise, because torch's numbers are not the settings of a scaler with a policy."""
+    message = (
+        f"This scaler has a policy of its own, {policy!r}; make a new GradScaler with "
+        f"a policy that has another {name}."
+    )
+    raise SettingError(message)
 
 
 def refuse_optimizer(method: str, optimizer: object) -> NoReturn:

@@ -42,7 +42,9 @@ def collect_outcomes(
     """
     if not flagged:  # a step without gradients counts as finite
         flag = make_flag(0.0, scale.device)
-        return [OptimizerOutcome(_unknown, GradientSummary.of_flag(flag, scale))]
+        return [
+            OptimizerOutcome(_return_no_optimizer, GradientSummary.of_flag(flag, scale))
+        ]
     outcomes = []
     for state in flagged:
         flags = list(state["found_inf_per_device"].values())
@@ -52,7 +54,7 @@ def collect_outcomes(
         if step is None or step.summary is None:
             # An optimizer or a subclass has recorded the flag by itself.
             summary = GradientSummary.of_flag(flag.reshape(()), scale)
-            outcomes.append(OptimizerOutcome(_unknown, summary, stepped))
+            outcomes.append(OptimizerOutcome(_return_no_optimizer, summary, stepped))
         else:
             numbers = step.summary.numbers
             if isinstance(numbers, list):
@@ -63,7 +65,7 @@ def collect_outcomes(
     return outcomes
 
 
-def _unknown() -> None:
+def _return_no_optimizer() -> None:
     """Return no optimizer: which one recorded the flag is not known."""
     return
 
@@ -83,7 +85,7 @@ def host_outcome(
     loss = iteration.loss_nonfinite
     if iteration.micro_batches:
         overflowed = overflowed or any(
-            bool(one.overflowed) for one in iteration.micro_batches
+            bool(batch.overflowed) for batch in iteration.micro_batches
         )
         loss = _loss_that_holds(iteration, device)
     return HostOutcome(
@@ -113,8 +115,10 @@ def device_outcome(
         flags = first.header_on(device) if summary is None else summary
         skipped_at, too_large_at = FOUND_INF, TOO_LARGE
     else:
-        skipped = any_flag([one.summary.slot(FOUND_INF) for one in outcomes], device)
-        overflowed = [one.summary.overflowed() for one in outcomes]
+        skipped = any_flag(
+            [outcome.summary.slot(FOUND_INF) for outcome in outcomes], device
+        )
+        overflowed = [outcome.summary.overflowed() for outcome in outcomes]
         found_inf = any_flag([*overflowed, *micro_batches], device)
         flags = torch.stack([found_inf, skipped, skipped * (1.0 - found_inf)])
         skipped_at, too_large_at = 1, 2
@@ -126,7 +130,7 @@ def find_measurements(
     outcomes: list[OptimizerOutcome], update: ScaleUpdate, device: torch.device
 ) -> torch.Tensor | None:
     """Return one summary of all optimizers; `None` if the policy reads flags alone."""
-    summaries = [one.summary for one in outcomes]
+    summaries = [outcome.summary for outcome in outcomes]
     if update.is_builtin or not all(summary.is_measured for summary in summaries):
         return None
     buffers = [summary.to_buffer() for summary in summaries]
@@ -141,7 +145,7 @@ def skip_together(steps: list[OptimizerStep], device: torch.device) -> None:
     skipped = any_flag(flags, device)
     summaries = [step.summary for step in steps if step.summary is not None]
     if len(summaries) == len(steps):  # else a subclass has checked by itself
-        overflowed = any_flag([one.overflowed() for one in summaries], device)
+        overflowed = any_flag([summary.overflowed() for summary in summaries], device)
         for summary in summaries:
             summary.set_too_large(skipped * (1.0 - overflowed))
     for flag in flags:

@@ -20,12 +20,12 @@ class ParamNames:
     def add(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Add names, such as those of `model.named_parameters()`."""
         try:
-            listed: list[tuple[object, object]] = [
+            checked_pairs: list[tuple[object, object]] = [
                 (name, param) for name, param in pairs
             ]
         except (TypeError, ValueError):
-            listed = [("", None)]
-        for name, param in listed:
+            checked_pairs = [("", None)]
+        for name, param in checked_pairs:
             if not isinstance(name, str) or not isinstance(param, torch.Tensor):
                 message = (
                     "names must be pairs of a name and a parameter, such as "
@@ -52,9 +52,9 @@ class ParamNames:
             if position >= len(params):
                 position -= len(params)
                 continue
-            known: str | None = self._names.get(params[position])
-            if known is not None:
-                return known
+            name: str | None = self._names.get(params[position])
+            if name is not None:
+                return name
             if group.get("param_names") is not None:
                 return str(group["param_names"][position])
             shape = tuple(params[position].shape)

@@ -102,29 +102,29 @@ class StepReport:
         """
         if self.applied:
             return None
-        seen = self._on_host()
-        if all(summary.finite for summary in seen):
+        summaries = self._on_host()
+        if all(summary.finite for summary in summaries):
             return "not stepped"
         if self.loss_finite is False:
             return "loss"
-        if any(summary.nan for summary in seen):
+        if any(summary.nan for summary in summaries):
             return "nan"
-        skipped = [summary for summary in seen if not summary.finite]
-        return "headroom" if all(one.too_large for one in skipped) else "inf"
+        skipped = [summary for summary in summaries if not summary.finite]
+        return "headroom" if all(summary.too_large for summary in skipped) else "inf"
 
     @property
     def scale(self) -> float:
-        """The scale that the gradients carried."""
+        """The scale of the gradients."""
         return self._on_host()[0].scale
 
     @property
     def norm(self) -> float | None:
         """The norm of the unscaled gradients; `None` if it was not measured."""
         norms = [summary.norm for summary in self._on_host()]
-        known = [norm for norm in norms if norm is not None]
-        if len(known) < len(norms):
+        measured = [norm for norm in norms if norm is not None]
+        if len(measured) < len(norms):
             return None
-        return known[0] if len(known) == 1 else math.hypot(*known)
+        return measured[0] if len(measured) == 1 else math.hypot(*measured)
 
     @property
     def amax(self) -> float | None:
@@ -134,8 +134,10 @@ class StepReport:
         takes another read of the gradients: `GradScaler(measure_amax=True)` asks for
         it.
         """
-        seen = self._on_host()
-        return max((s.amax / s.scale for s in seen if s.amax is not None), default=None)
+        summaries = self._on_host()
+        return max(
+            (s.amax / s.scale for s in summaries if s.amax is not None), default=None
+        )
 
     @property
     def clip(self) -> float:
@@ -153,9 +155,11 @@ class StepReport:
         """
         if self._device_loss is not None:
             return self._device_loss.on_host().finite
-        known = [summary.loss_nonfinite for summary in self._on_host()]
+        of_summaries = [summary.loss_nonfinite for summary in self._on_host()]
         flags = [
-            flag for flag in (*known, self._host_loss_nonfinite) if flag is not None
+            flag
+            for flag in (*of_summaries, self._host_loss_nonfinite)
+            if flag is not None
         ]
         return not any(flags) if flags else None
 

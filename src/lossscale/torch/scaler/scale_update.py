@@ -203,13 +203,13 @@ class ScaleUpdate:
         scale = tensors.scale
         if self._in_float64 and scale.device.type != "mps":
             scale = scale.double()
-        kept = tensors.good_steps, tensors.bad_steps, *tensors.memory
-        kept = kept[: len(self.first) - 1]  # a scale that is set leaves the memory
-        state = type(self.first)(scale, *kept)
+        fields = tensors.good_steps, tensors.bad_steps, *tensors.memory
+        fields = fields[: len(self.first) - 1]  # a scale that is set leaves the memory
+        state = type(self.first)(scale, *fields)
         signal = _make_signal(outcome, measured)
         moved = self._advance(state, signal, torch.where)
         # The scale last: an interrupt in between must not move it twice.
-        targets = *kept[::-1], tensors.scale
+        targets = *fields[::-1], tensors.scale
         for tensor, value in zip(targets, moved[::-1], strict=True):
             tensor.copy_(torch.as_tensor(value, device=tensor.device))
         skipped = outcome.flags[outcome.skipped_at] != 0.0
@@ -391,5 +391,6 @@ def _is_exact(policy: Policy) -> bool:
     if not isinstance(policy, Dynamic):
         return False
     factors = policy.settings.growth_factor, policy.settings.backoff
-    given = policy.growth_factor, policy.backoff_divisor or policy.backoff_factor
-    return factors == given and all(math.frexp(factor)[0] == 0.5 for factor in factors)  # noqa: PLR2004
+    settings = policy.growth_factor, policy.backoff_divisor or policy.backoff_factor
+    mantissas = [math.frexp(factor)[0] for factor in factors]
+    return factors == settings and set(mantissas) == {0.5}

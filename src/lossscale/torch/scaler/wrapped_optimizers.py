@@ -19,8 +19,8 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
         if not hasattr(optimizer, "optimizer"):
             break
         optimizer = optimizer.optimizer
-    found: torch.optim.Optimizer = optimizer
-    return found
+    innermost: torch.optim.Optimizer = optimizer
+    return innermost
 
 
 def choose_stepped(

@@ -249,3 +249,17 @@ def test_no_gradient_at_all_changes_nothing():
     optimizer.step()
     assert all(map(torch.equal, before, params))
     assert not optimizer.state
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with dupl")
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_parameter_that_is_listed_twice_is_updated_as_in_torch(setting):
+    found = []
+    for make in (setting.ours, setting.torchs):
+        params = make_params()
+        optimizer = make([*params, params[0]])
+        for number in range(3):
+            set_grads(params, number)
+            optimizer.step()
+        found.append(tensors_of(optimizer))
+    check_equal(found[1], found[0])

@@ -83,11 +83,11 @@ class KernelLauncher:
         if compiled is not None:
             compiled.launch(programs, arguments, constants)
             return
-        found = kernel[(programs,)](
+        result = kernel[(programs,)](
             *arguments, *constants, num_warps=WARPS, enable_fp_fusion=fuses
         )
-        if found is not None:  # the interpreter compiles nothing
-            self._compiled[key] = CompiledKernel(found)
+        if result is not None:  # the interpreter compiles nothing
+            self._compiled[key] = CompiledKernel(result)
 
     def has_compiled(self, kernel: Kernel, constants: tuple[object, ...]) -> bool:
         """Whether a kernel was launched with these constants before."""
@@ -156,17 +156,19 @@ class Tables:
         self._address_pool = PinnedPool(torch.int64)
         self._summary_pool = DevicePool(HEADER + self.tensors, self.device)
         # One copy for all. The 8-byte numbers come first, so that all are aligned.
-        wide = torch.cat(
+        eight_byte_columns = torch.cat(
             [
                 _host(counts, torch.int64),
                 limits.view(torch.int64),
                 _host(bounds, torch.float64).view(torch.int64),
             ]
         )
-        narrow = torch.cat([starts, kinds, chunk_tensors, chunk_numbers])
-        if len(narrow) % 2:
-            narrow = torch.cat([narrow, narrow[:1]])
-        table = self._pin(torch.cat([wide, narrow.view(torch.int64)]))
+        four_byte_columns = torch.cat([starts, kinds, chunk_tensors, chunk_numbers])
+        if len(four_byte_columns) % 2:
+            four_byte_columns = torch.cat([four_byte_columns, four_byte_columns[:1]])
+        table = self._pin(
+            torch.cat([eight_byte_columns, four_byte_columns.view(torch.int64)])
+        )
         table = table.to(self.device, non_blocking=True)
         self.counts, self.limits, self.bounds = _split(
             table[: 3 * self.tensors], [torch.int64, torch.float64, torch.float64]
@@ -175,7 +177,7 @@ class Tables:
         (self.starts, self.kinds, self.chunk_tensors, self.chunk_numbers, _) = (
             table[3 * self.tensors :]
             .view(torch.int32)
-            .split([*sizes, len(narrow) - sum(sizes)])
+            .split([*sizes, len(four_byte_columns) - sum(sizes)])
         )
         work = torch.empty(
             2 * (self.chunks + self.tensors), dtype=torch.float64, device=self.device
@@ -199,15 +201,15 @@ class Tables:
 
     def set_addresses(self, grads: list[torch.Tensor]) -> None:
         """Copy the addresses of the gradients to the device if they changed."""
-        known = self._addresses
+        old_addresses = self._addresses
         if (
-            known
+            old_addresses
             and all_addresses_equal is not None
-            and all_addresses_equal(grads, known, self._all_indices)
+            and all_addresses_equal(grads, old_addresses, self._all_indices)
         ):
             return
         addresses = list(map(torch.Tensor.data_ptr, grads))
-        if addresses == known:
+        if addresses == old_addresses:
             return
         # Unknown until they are copied: a failure here is retried at the next step.
         self._addresses = []
@@ -246,8 +248,8 @@ def _host(numbers: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
 
 def _split(table: torch.Tensor, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
     """Return equal parts of an int64 table as tensors of 8-byte dtypes."""
-    parts = table.split(len(table) // len(dtypes))
-    return [part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+    columns = table.split(len(table) // len(dtypes))
+    return [column.view(dtype) for column, dtype in zip(columns, dtypes, strict=True)]
 
 
 class GroupKernels(KernelLauncher):

@@ -133,7 +133,7 @@ def trace_step(
         ...     Saturation(), has_loss=False, has_measurements=True
         ... )
         >>> lines[0], len(results)
-        ('v0 = tl.where(finite, good_steps + 1, 0)', 3)
+        ('v0 = good_steps + 1', 3)
     """
     lines: list[str] = []
 

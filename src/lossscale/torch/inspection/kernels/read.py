@@ -78,11 +78,11 @@ def _read_chunk(
     """
     base = _pointer(address, dtype, aligned) + first
     lane = tl.arange(0, block)
-    left = count - first
+    remaining = count - first
     precise: tl.constexpr = dtype == tl.float64
     squares = tl.zeros([block], tl.float64 if precise else tl.float32)
     amax = tl.zeros([block], tl.int64 if precise else tl.int32)
-    if left >= block * loops:
+    if remaining >= block * loops:
         # No mask, which would keep loads from being wide.
         for loop in tl.static_range(loops):
             x = tl.load(base + (loop * block + lane))
@@ -92,14 +92,16 @@ def _read_chunk(
             if write:
                 tl.store(base + (loop * block + lane), (value * inverse).to(dtype))
     else:
-        for loop in range(tl.cdiv(left, block)):
+        for loop in range(tl.cdiv(remaining, block)):
             offset = loop * block + lane
-            x = tl.load(base + offset, mask=offset < left, other=0.0)
+            x = tl.load(base + offset, mask=offset < remaining, other=0.0)
             value = _upcast(x)
             squares += value * value
             amax = tl.maximum(amax, _magnitude(x))
             if write:
-                tl.store(base + offset, (value * inverse).to(dtype), mask=offset < left)
+                tl.store(
+                    base + offset, (value * inverse).to(dtype), mask=offset < remaining
+                )
     bits = tl.max(amax)
     total = tl.sum(squares).to(tl.float64)
     if precise:
@@ -113,9 +115,11 @@ def _read_chunk(
         if overflowed | vanished:
             tl.debug_barrier()  # another thread may have written the element read here
             exact = tl.zeros([block], tl.float64)
-            for loop in range(tl.cdiv(tl.minimum(left, block * loops), block)):
+            for loop in range(tl.cdiv(tl.minimum(remaining, block * loops), block)):
                 offset = loop * block + lane
-                x = tl.load(base + offset, mask=offset < left, other=0.0).to(tl.float64)
+                x = tl.load(base + offset, mask=offset < remaining, other=0.0).to(
+                    tl.float64
+                )
                 if write:
                     # The original up to rounding: no gradient is clipped by this norm.
                     x = x / inverse.to(tl.float64)
@@ -203,18 +207,18 @@ def _multiply_chunk(
     """Multiply a chunk, in place."""
     base = _pointer(address, dtype, aligned) + first
     lane = tl.arange(0, block)
-    left = count - first
-    if left >= block * loops:
+    remaining = count - first
+    if remaining >= block * loops:
         for loop in tl.static_range(loops):
             offset = loop * block + lane
             tl.store(
                 base + offset, (_upcast(tl.load(base + offset)) * factor).to(dtype)
             )
     else:
-        for loop in range(tl.cdiv(left, block)):
+        for loop in range(tl.cdiv(remaining, block)):
             offset = loop * block + lane
-            x = _upcast(tl.load(base + offset, mask=offset < left, other=0.0))
-            tl.store(base + offset, (x * factor).to(dtype), mask=offset < left)
+            x = _upcast(tl.load(base + offset, mask=offset < remaining, other=0.0))
+            tl.store(base + offset, (x * factor).to(dtype), mask=offset < remaining)
 
 
 @triton.jit

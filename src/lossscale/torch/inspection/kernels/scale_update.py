@@ -33,9 +33,9 @@ def note_loss(loss_pointer, summary):
 @triton.jit
 def count_step(counters, skipped):
     """Count a step: all, skipped ones, consecutive skipped ones."""
-    one = tl.where(skipped, 1, 0)
+    increment = tl.where(skipped, 1, 0)
     tl.store(counters, tl.load(counters) + 1)
-    tl.store(counters + 1, tl.load(counters + 1) + one)
+    tl.store(counters + 1, tl.load(counters + 1) + increment)
     tl.store(counters + 2, tl.where(skipped, tl.load(counters + 2) + 1, 0))
 
 

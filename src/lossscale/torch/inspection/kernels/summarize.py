@@ -84,9 +84,11 @@ def summarize(
     amax = tl.where(usable | (amax != amax), amax, float("inf"))  # noqa: PLR0124
     tl.store(tensor_sums + tensor, total)
     tl.store(tensor_amaxes + tensor, amax)
-    # A finite float64 beyond float32 is not shown as infinity.
-    shown = tl.where((amax > _FLOAT32_MAX) & (amax < float("inf")), _FLOAT32_MAX, amax)
-    tl.store(summary + _HEADER + tensor, shown.to(tl.float32))
+    # A finite float64 beyond float32 is stored as the largest float32.
+    limited = tl.where(
+        (amax > _FLOAT32_MAX) & (amax < float("inf")), _FLOAT32_MAX, amax
+    )
+    tl.store(summary + _HEADER + tensor, limited.to(tl.float32))
     tl.debug_barrier()
     before = tl.atomic_add(finished, 1, sem="acq_rel")
     if before == tensors - 1:

@@ -23,6 +23,7 @@ from lossscale.torch.optim.kernels.memory import (
     multiply_add,
     pointer_to,
     read,
+    saturate,
     typed,
     write,
 )
@@ -79,9 +80,32 @@ def prepare_adam(
     tl.store(out + 4, shrinkage.to(tl.float32), mask=known)
     penalty = tl.where(is_decoupled, 0.0, decay)
     tl.store(out + 5, penalty.to(tl.float32), mask=known)
+    tl.store(out + 11, step, mask=known)
     for column in tl.static_range(3, 8):
         value = tl.load(row + column, mask=known, other=0.0)
         tl.store(out + column + 3, value.to(tl.float32), mask=known)
+
+
+@triton.jit
+def _round_stochastically(values, index, step):
+    """Return float32 numbers that bfloat16 has, as `rounding.py` does and explains.
+
+    Args:
+        values: The numbers.
+        index: Their positions in memory, int64.
+        step: The number of the step, float32.
+    """
+    shift = step.to(tl.int64) * 0x9E3779B9 + tl.zeros_like(index)
+    bits = index.to(tl.uint32) ^ ((index >> 32).to(tl.uint32) * 0x85EBCA6B)
+    bits += shift.to(tl.uint32)
+    bits ^= bits >> 16
+    bits *= 0x7FEB352D
+    bits ^= bits >> 15
+    bits *= 0x846CA68B
+    noise = bits >> 16
+    rounded = (values.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
+    rounded = rounded.to(tl.float32, bitcast=True)
+    return tl.where(values == values, rounded, values)  # noqa: PLR0124  # not NaN
 
 
 @triton.jit
@@ -94,9 +118,11 @@ def _update(
     scalars,
     sums,
     dtype: tl.constexpr,
+    grad_dtype: tl.constexpr,
     moments: tl.constexpr,
     master: tl.constexpr,
     amsgrad: tl.constexpr,
+    stochastic: tl.constexpr,
     write_back: tl.constexpr,
     aligned: tl.constexpr,
     masked: tl.constexpr,
@@ -106,13 +132,13 @@ def _update(
     """Update a chunk of one tensor."""
     row = scalars + tensor * SCALARS
     lane = tl.arange(0, block)
-    grad_pointer = typed(address, dtype, aligned) + first
+    grad_pointer = typed(address, grad_dtype, aligned) + first
     param_pointer = pointer_to(pointers, tensor, 0, dtype, aligned) + first
     mean_pointer = pointer_to(pointers, tensor, 1, moments, aligned) + first
     square_pointer = pointer_to(pointers, tensor, 2, moments, aligned) + first
     stored = read(grad_pointer, lane, left, masked)
     if write_back:
-        write(grad_pointer, lane, left, stored * tl.load(row + 1), dtype, masked)
+        write(grad_pointer, lane, left, stored * tl.load(row + 1), grad_dtype, masked)
     if master:
         master_pointer = pointer_to(pointers, tensor, 4, tl.float32, aligned) + first
         weight = read(master_pointer, lane, left, masked)
@@ -140,13 +166,15 @@ def _update(
     if measure:
         before = read(param_pointer, lane, left, masked) if master else start
         update = multiply_add(-tl.load(row + 4), start, -quotient)
-        after = weight.to(dtype).to(tl.float32)
+        after = saturate(weight, dtype).to(dtype).to(tl.float32)
         measure_update(sums, update, start, before, after, lane, left, masked)
     write(mean_pointer, lane, left, mean, moments, masked)
+    if stochastic and moments == tl.bfloat16:
+        square = _round_stochastically(square, first + lane, tl.load(row + 11))
     write(square_pointer, lane, left, square, moments, masked)
     if master:
         write(master_pointer, lane, left, weight, tl.float32, masked)
-    write(param_pointer, lane, left, weight, dtype, masked)
+    write(param_pointer, lane, left, saturate(weight, dtype), dtype, masked)
 
 
 @triton.jit
@@ -161,14 +189,17 @@ def apply_adam(
     found_inf,
     sums,
     dtype: tl.constexpr,
+    grad_dtype: tl.constexpr,
     moments: tl.constexpr,
     master: tl.constexpr,
     amsgrad: tl.constexpr,
     other_dtype: tl.constexpr,
+    other_grad_dtype: tl.constexpr,
     other_moments: tl.constexpr,
     other_master: tl.constexpr,
     other_amsgrad: tl.constexpr,
     mixed: tl.constexpr,
+    stochastic: tl.constexpr,
     write_back: tl.constexpr,
     aligned: tl.constexpr,
     block: tl.constexpr,
@@ -187,15 +218,18 @@ def apply_adam(
         scalars: What `prepare_adam` has written.
         found_inf: 1.0 to skip the step, else 0.0.
         sums: Output of a measured step: a row of float64 numbers for each chunk.
-        dtype: The dtype of parameters and gradients.
+        dtype: The dtype of the parameters.
+        grad_dtype: The dtype of their gradients: the same, or float32.
         moments: The dtype of the moments.
         master: Whether there are float32 masters.
         amsgrad: Whether the largest second moment divides.
-        other_dtype: The same four of the other kind of parameters.
+        other_dtype: The same five of the other kind of parameters.
+        other_grad_dtype: Of the other kind.
         other_moments: Of the other kind.
         other_master: Of the other kind.
         other_amsgrad: Of the other kind.
         mixed: Whether there are parameters of the other kind.
+        stochastic: Whether second moments in bfloat16 are rounded stochastically.
         write_back: Whether to write the unscaled gradients.
         aligned: Whether every tensor starts at a multiple of 16 bytes.
         block: How many elements a chunk has.
@@ -216,21 +250,21 @@ def apply_adam(
                 if left >= block:
                     _update(
                         pointers, tensor, address, first, left, scalars, own, dtype,
-                        moments, master, amsgrad, write_back, aligned, False, block,
-                        measure)
+                        grad_dtype, moments, master, amsgrad, stochastic, write_back,
+                        aligned, False, block, measure)
                 else:
                     _update(
                         pointers, tensor, address, first, left, scalars, own, dtype,
-                        moments, master, amsgrad, write_back, aligned, True, block,
-                        measure)
+                        grad_dtype, moments, master, amsgrad, stochastic, write_back,
+                        aligned, True, block, measure)
             elif left >= block:
                 _update(
                     pointers, tensor, address, first, left, scalars, own, other_dtype,
-                    other_moments, other_master, other_amsgrad, write_back, aligned,
-                    False, block, measure)
+                    other_grad_dtype, other_moments, other_master, other_amsgrad,
+                    stochastic, write_back, aligned, False, block, measure)
             else:
                 _update(
                     pointers, tensor, address, first, left, scalars, own, other_dtype,
-                    other_moments, other_master, other_amsgrad, write_back, aligned,
-                    True, block, measure)
+                    other_grad_dtype, other_moments, other_master, other_amsgrad,
+                    stochastic, write_back, aligned, True, block, measure)
             # fmt: on

@@ -59,6 +59,17 @@ def write(pointer, lane, left, values, dtype: tl.constexpr, masked: tl.constexpr
 
 
 @triton.jit
+def saturate(values, dtype: tl.constexpr):
+    """Return values that are finite in a dtype if they are finite; NaN stays NaN."""
+    if dtype == tl.float16:
+        values = tl.clamp(values, -65504.0, 65504.0, tl.PropagateNan.ALL)
+    elif dtype == tl.bfloat16:
+        largest: tl.constexpr = 3.3895313892515355e38
+        values = tl.clamp(values, -largest, largest, tl.PropagateNan.ALL)
+    return values
+
+
+@triton.jit
 def invert(grad_scale):
     """Return 1 / scale as torch has it: divided in float64, rounded to float32."""
     return (1.0 / tl.load(grad_scale).to(tl.float64)).to(tl.float32)

@@ -18,6 +18,7 @@ from lossscale.torch.optim.kernels.memory import (
     multiply_add,
     pointer_to,
     read,
+    saturate,
     typed,
     write,
 )
@@ -40,6 +41,7 @@ def _update(
     inverse,
     sums,
     dtype: tl.constexpr,
+    grad_dtype: tl.constexpr,
     master: tl.constexpr,
     momentum: tl.constexpr,
     write_back: tl.constexpr,
@@ -51,11 +53,11 @@ def _update(
     """Update a chunk of one tensor."""
     lane = tl.arange(0, block)
     kept: tl.constexpr = tl.float32 if master else dtype
-    grad_pointer = typed(address, dtype, aligned) + first
+    grad_pointer = typed(address, grad_dtype, aligned) + first
     param_pointer = pointer_to(pointers, tensor, 0, dtype, aligned) + first
     stored = read(grad_pointer, lane, left, masked)
     if write_back:
-        write(grad_pointer, lane, left, stored * inverse, dtype, masked)
+        write(grad_pointer, lane, left, stored * inverse, grad_dtype, masked)
     if master:
         master_pointer = pointer_to(pointers, tensor, 2, tl.float32, aligned) + first
         weight = read(master_pointer, lane, left, masked)
@@ -76,11 +78,11 @@ def _update(
     if measure:
         before = read(param_pointer, lane, left, masked) if master else start
         update = -_number(row, 0) * grad
-        after = weight.to(dtype).to(tl.float32)
+        after = saturate(weight, dtype).to(dtype).to(tl.float32)
         measure_update(sums, update, start, before, after, lane, left, masked)
     if master:
         write(master_pointer, lane, left, weight, tl.float32, masked)
-    write(param_pointer, lane, left, weight, dtype, masked)
+    write(param_pointer, lane, left, saturate(weight, dtype), dtype, masked)
 
 
 @triton.jit
@@ -97,9 +99,11 @@ def apply_sgd(
     found_inf,
     sums,
     dtype: tl.constexpr,
+    grad_dtype: tl.constexpr,
     master: tl.constexpr,
     momentum: tl.constexpr,
     other_dtype: tl.constexpr,
+    other_grad_dtype: tl.constexpr,
     other_master: tl.constexpr,
     other_momentum: tl.constexpr,
     mixed: tl.constexpr,
@@ -122,10 +126,12 @@ def apply_sgd(
         grad_scale: What divides the gradients: one float32 number.
         found_inf: 1.0 to skip the step, else 0.0.
         sums: As for `apply_adam`.
-        dtype: The dtype of parameters and gradients.
+        dtype: The dtype of the parameters.
+        grad_dtype: The dtype of their gradients: the same, or float32.
         master: Whether there are float32 masters.
         momentum: Whether there are momentum buffers.
-        other_dtype: The same three of the other kind of parameters.
+        other_dtype: The same four of the other kind of parameters.
+        other_grad_dtype: Of the other kind.
         other_master: Of the other kind.
         other_momentum: Of the other kind.
         mixed: Whether there are parameters of the other kind.
@@ -150,21 +156,21 @@ def apply_sgd(
                 if left >= block:
                     _update(
                         pointers, tensor, address, first, left, row, inverse, own,
-                        dtype, master, momentum, write_back, aligned, False, block,
-                        measure)
+                        dtype, grad_dtype, master, momentum, write_back, aligned,
+                        False, block, measure)
                 else:
                     _update(
                         pointers, tensor, address, first, left, row, inverse, own,
-                        dtype, master, momentum, write_back, aligned, True, block,
-                        measure)
+                        dtype, grad_dtype, master, momentum, write_back, aligned,
+                        True, block, measure)
             elif left >= block:
                 _update(
                     pointers, tensor, address, first, left, row, inverse, own,
-                    other_dtype, other_master, other_momentum, write_back, aligned,
-                    False, block, measure)
+                    other_dtype, other_grad_dtype, other_master, other_momentum,
+                    write_back, aligned, False, block, measure)
             else:
                 _update(
                     pointers, tensor, address, first, left, row, inverse, own,
-                    other_dtype, other_master, other_momentum, write_back, aligned,
-                    True, block, measure)
+                    other_dtype, other_grad_dtype, other_master, other_momentum,
+                    write_back, aligned, True, block, measure)
             # fmt: on

@@ -48,6 +48,8 @@ class Row(NamedTuple):
     """A parameter in the tables."""
 
     param: torch.Tensor
+    slope: torch.dtype
+    """The dtype of its gradient."""
     kept: tuple[torch.Tensor | None, ...]
     """What the kernel updates with it, in the order of its columns."""
     group: int
@@ -254,9 +256,18 @@ class Tables:
 class AdamTables(Tables):
     """The tables of Adam: both moments, the largest second one, the master."""
 
-    def __init__(self, rows: Sequence[Row], groups: int) -> None:
-        """Copy to the device what does not change, and put the step counts together."""
+    def __init__(
+        self, rows: Sequence[Row], groups: int, *, stochastic: bool = False
+    ) -> None:
+        """Copy to the device what does not change, and put the step counts together.
+
+        Args:
+            rows: The parameters.
+            groups: How many parameter groups there are.
+            stochastic: Whether second moments in bfloat16 are rounded stochastically.
+        """
         super().__init__(rows, groups)
+        self._stochastic = stochastic
         # One copy for all that are on the host still, as after the first step by torch.
         counts = [row.step for row in rows if row.step is not None]
         on_host = all(count.device.type == "cpu" for count in counts)
@@ -272,6 +283,7 @@ class AdamTables(Tables):
         moments = row.param.dtype if mean is None else mean.dtype
         return (
             DTYPES[row.param.dtype],
+            DTYPES[row.slope],
             DTYPES[moments],
             master is not None,
             largest is not None,
@@ -280,7 +292,7 @@ class AdamTables(Tables):
     def _settings_of(self, group: Group) -> list[float]:
         beta1, beta2 = group["betas"]
         return [
-            _host_rate(group["lr"]),
+            host_rate(group["lr"]),
             _log(beta1),
             _log(beta2),
             beta1,
@@ -317,6 +329,7 @@ class AdamTables(Tables):
             (ROWS,),
         )
         arguments = (self._scalars,)
+        constants = (self._stochastic, *constants)
         self._launch_units(adam.apply_adam, grads, arguments, flag, constants, sums)
 
 
@@ -325,11 +338,16 @@ class SgdTables(Tables):
 
     def _kind(self, row: Row) -> Kind:
         buffer, master = row.kept
-        return DTYPES[row.param.dtype], master is not None, buffer is not None
+        return (
+            DTYPES[row.param.dtype],
+            DTYPES[row.slope],
+            master is not None,
+            buffer is not None,
+        )
 
     def _settings_of(self, group: Group) -> list[float]:
         return [
-            _host_rate(group["lr"]),
+            host_rate(group["lr"]),
             group["momentum"],
             1.0 - group["dampening"],
             group["weight_decay"],
@@ -436,10 +454,15 @@ def _host(numbers: Any, dtype: torch.dtype | None) -> torch.Tensor:
     return torch.tensor(numbers, dtype=dtype or torch.float64, device="cpu")
 
 
-def _host_rate(rate: float | torch.Tensor) -> float:
-    """Return a learning rate that the host knows; 0 for a tensor of a device."""
+_ON_DEVICE = math.nan
+"""A learning rate that the host does not know: unlike any that it does. This object is
+equal to itself in a list."""
+
+
+def host_rate(rate: float | torch.Tensor) -> float:
+    """Return a learning rate that the host knows; NaN for a tensor of a device."""
     if isinstance(rate, torch.Tensor):
-        return rate.item() if rate.device.type == "cpu" else 0.0
+        return rate.item() if rate.device.type == "cpu" else _ON_DEVICE
     return float(rate)
 
 

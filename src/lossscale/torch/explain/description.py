@@ -1,54 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From events to the first one that matters.
+"""What is said of an event: it becomes a finding."""
 
-What is not finite at the end is traced back to what it was made of. The first event on
-the way is the cause, except that masks are filled with infinities on purpose: there it
-is the first operator that made something else of them.
-"""
-
-from collections.abc import Iterable
 from dataclasses import replace
 
+from lossscale.core.explanation.causes import find_causes
 from lossscale.core.explanation.findings import Direction, Finding, Role
+from lossscale.torch.distributed.rank_groups import is_running
 from lossscale.torch.explain.events import Event
-from lossscale.torch.explain.gradients import GradientWatch
+from lossscale.torch.explain.gradients import GradientWatch, LateGradient
+from lossscale.torch.explain.losses import LossCount
 from lossscale.torch.explain.modules import Names
-
-
-def find_causes(ends: Iterable[Event]) -> tuple[Event | None, Event | None]:
-    """Return the first cause of some events, and where a NaN was made of it.
-
-    Args:
-        ends: The events that wrote what is not finite at the end.
-
-    Returns:
-        The first cause; and the first NaN, unless the cause is one or there is none.
-    """
-    causes = [event for event in _ancestors(ends) if event.origin is not None]
-    strong = [event for event in causes if not event.is_deliberate] or causes
-    if not strong:
-        return None, None
-    first = min(strong, key=_index)
-    nans = [event for event in strong if event.kind.nan]
-    if first.kind.nan or not nans:
-        return first, None
-    return first, min(nans, key=_index)
-
-
-def _ancestors(ends: Iterable[Event]) -> set[Event]:
-    """Return events and all that their results were made of."""
-    found: set[Event] = set()
-    waiting = list(ends)
-    while waiting:
-        event = waiting.pop()
-        if event not in found:
-            found.add(event)
-            waiting += event.parents
-    return found
-
-
-def _index(event: Event) -> int:
-    return event.index
 
 
 def describe(
@@ -56,7 +17,7 @@ def describe(
     names: Names,
     gradients: GradientWatch,
     loss: Event | None,
-    micro_batches: int,
+    count: LossCount,
 ) -> Finding:
     """Return an event as a finding.
 
@@ -65,12 +26,12 @@ def describe(
         names: The names of the model.
         gradients: The gradients of its parameters.
         loss: The event that wrote the loss.
-        micro_batches: How many losses were scaled.
+        count: How many losses there were.
     """
     role, tensor = _role_of(event, gradients, loss)
     module = None if event.site is None else event.site.module
     direction: Direction = "backward" if event.is_backward else "forward"
-    if event.origin in ("batch", "parameter", "buffer"):
+    if event.operation is None and (role in _GIVEN or event.origin in _GIVEN):
         direction = "given"
     finding = Finding(
         direction=direction,
@@ -80,17 +41,29 @@ def describe(
         tensor=tensor,
         module=names.of_module(module),
         module_type=None if module is None else _type_name(module),
-        operation=event.operation or None,
+        operation=event.operation,
         node=event.node,
         dtype=event.dtype,
         magnitude=event.magnitude,
         largest=event.largest,
         line=None if event.site is None else event.site.line,
-        micro_batch=event.micro_batch if micro_batches > 1 else None,
+        lost_epsilon=event.lost_epsilon,
     )
+    if count.count > 1:
+        number = min(event.loss, count.count - 1)
+        is_part = count.are_micro_batches
+        finding = (
+            replace(finding, micro_batch=number)
+            if is_part
+            else replace(finding, loss=number)
+        )
     if role == "parameter gradient" and tensor is not None and module is None:
         return replace(finding, module=tensor.rpartition(".")[0])
     return finding
+
+
+_GIVEN = ("batch", "parameter", "buffer", "constant")
+"""What was there before the batch was run."""
 
 
 def _role_of(
@@ -115,11 +88,11 @@ def _is_passed_to(event: Event, end: Event) -> bool:
     current = end
     while current is not event:
         is_own = current.node_number == event.node_number
-        if not current.is_passive or len(current.parents) != 1:
+        if not current.is_passive or len(current.bad_parents) != 1:
             return False
         if not is_own and current.node not in _COPYING_NODES:
             return False
-        current = current.parents[0]
+        current = current.bad_parents[0]
     return True
 
 
@@ -132,13 +105,29 @@ def _type_name(module: object) -> str:
     return type(module).__name__.removeprefix("FSDP")
 
 
-def arrived_from_ranks(name: str, is_nan: bool) -> Finding:
-    """Return a finding of a gradient that was finite until the ranks added it up."""
-    return Finding(
+def describe_late(name: str, late: LateGradient) -> Finding:
+    """Return a finding of a gradient that was finite when it was made.
+
+    The ranks added it up, or a hook or the caller's code changed it.
+    """
+    finding = Finding(
         direction="backward",
         role="parameter gradient",
         origin="another rank",
         tensor=name,
         module=name.rpartition(".")[0],
-        is_nan=is_nan,
+        is_nan=late.has_nan,
+    )
+    cause, _ = find_causes([late.event] if late.event else [])
+    is_local = cause is not None and cause.operation is not None
+    if is_running() and not is_local:
+        return finding
+    finding = replace(finding, origin="changed afterwards")
+    if cause is None or not is_local:
+        return finding
+    return replace(
+        finding,
+        operation=cause.operation,
+        dtype=cause.dtype,
+        line=None if cause.site is None else cause.site.line,
     )
