@@ -28,6 +28,7 @@ from lossscale.diagnostics import Recorder
 
 CALLS = 50_000
 ROUNDS = 5
+WIDE_TENSORS, WIDE_STEPS = 5_000, 5_000
 NAMES = [f"blocks.{i // 12}.{i % 12}.weight" for i in range(148)]
 
 
@@ -102,6 +103,23 @@ def write_run(path, steps):
                 scale = min(2.0**24, scale * 2)
 
 
+def write_wide_run(path):
+    """Record a run whose every tensor is NaN now and then: no layer can be named."""
+    names = [f"blocks.{i // 12}.{i % 12}.weight" for i in range(WIDE_TENSORS)]
+    broken = dict.fromkeys(names, "nan")
+    with Recorder(path, names=names, writers=(), alarms=None) as recorder:
+        for step in range(1, WIDE_STEPS + 1):
+            bad = step % 50 == 0
+            recorder.record(
+                scale=65536.0,
+                applied=not bad,
+                cause="nan",
+                norm=1.0,
+                loss=2.0,
+                nonfinite=broken if bad else (),
+            )
+
+
 CHILD = """
 import resource, sys, time
 start = time.perf_counter()
@@ -146,6 +164,13 @@ def main(steps, output):
             rows.append((name, "time", f"{seconds:.1f}", "s"))
             rows.append((name, "memory", f"{peak:.0f}", "MiB"))
             rows.append((name, "page", f"{size / 1e6:.2f}", "MB"))
+        path = Path(folder) / "wide.jsonl"
+        write_wide_run(path)
+        seconds, peak, _ = measure_report(path)
+        name = f"report of {WIDE_STEPS:,} steps".replace(",", "")
+        name += f" of which every 50th is NaN in {WIDE_TENSORS} tensors"
+        rows.append((name, "time", f"{seconds:.1f}", "s"))
+        rows.append((name, "memory", f"{peak:.0f}", "MiB"))
     lines = ["what,which,value,unit"]
     lines += [",".join(map(str, row)) for row in rows]
     lines.append(f"machine,python,{platform.python_version()},")

@@ -96,6 +96,26 @@ def test_no_line_is_wider_than_asked_for(path, width):
     assert all(line.isprintable() for line in lines)
 
 
+def test_what_was_not_recorded_is_not_shown(path):
+    with Recorder(path, writers=()) as recorder:
+        recorder.record(scale=2.0**17, applied=True, amax=0.25)
+        recorder.record(scale=2.0**17, applied=True)
+        recorder.flush()
+        lines = render_run(RunFollower(path))
+    labels = [line.split()[0] for line in lines if line]
+    assert "scale" in labels
+    assert not {"loss", "norm"} & set(labels)
+    # The last step whose largest magnitude is known.
+    assert any(line.split() == ["headroom", "1.0", "bits"] for line in lines)
+
+
+def test_shares_of_skips_have_their_sign(path):
+    with Recorder(path, writers=()) as recorder:
+        for step in range(200):
+            recorder.record(scale=8.0, applied=step != 100)
+    assert any("(0.50 %)" in line for line in render_run(RunFollower(path)))
+
+
 def test_bars_are_extremes_of_what_they_stand_for():
     values = [1.0] * 100
     values[57] = 9.0

@@ -462,7 +462,7 @@ def test_a_device_is_no_run(tmp_path, if_exists):
 
 
 def test_a_disk_without_room_for_the_header_is_an_error_and_no_file(tmp_path):
-    """A limit on the size of files stands for a disk that is full."""
+    """A limit on the size of files has the effect of a disk that is full."""
     result = run_process([sys.executable, "-c", NO_ROOM, tmp_path / "run.jsonl"])
     assert "" == result.stderr
     assert "SettingError run.jsonl cannot be written: File too large." in result.stdout

@@ -282,8 +282,8 @@ def test_what_was_not_recorded_is_not_on_the_page(tmp_path):
     for path in paths:
         with Recorder(path, writers=()) as recorder:
             recorder.record(scale=8.0, applied=True)
-    for page in (build_report(paths[:1]), build_report(paths)):
-        head = page.partition('<section id="curves"')[0]
+    for text in (build_report(paths[:1]), build_report(paths)):
+        head = text.partition('<section id="curves"')[0]
         assert "oss at the end" not in head
         assert "owest headroom" not in head
 

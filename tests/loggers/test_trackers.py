@@ -255,7 +255,7 @@ def test_python_logging_names_tensors_and_alarms(caplog):
             StepRecord(7, 0.0, 8.0, False, cause="inf", nonfinite=(("a", "inf"),))
         )
         writer.write_alarm(ALARM)
-    assert [("INFO", 7), ("WARNING", STEPS)] == [
+    assert [("INFO", "7"), ("WARNING", f"{STEPS:,}")] == [
         (record.levelname, record.args[0]) for record in caplog.records
     ]
     assert "inf in a (inf)" in caplog.messages[0]

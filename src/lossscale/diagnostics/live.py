@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from lossscale.diagnostics.formats import headroom
 from lossscale.diagnostics.records.follower import RunFollower
 from lossscale.diagnostics.records.steps import StepRecord
-from lossscale.diagnostics.report.wording import NOTHING, number, percent
+from lossscale.diagnostics.report.wording import SPACE, number, percent
 
 _BARS = "▁▂▃▄▅▆▇█"
 _LABEL = 10
@@ -31,11 +31,17 @@ def render_run(run: RunFollower, width: int = 80) -> list[str]:
     if not recent:
         return [*lines, "No step was recorded yet."]
     lines += [
-        _curve(name, recent, read, choose, bars) for name, read, choose in _CURVES
+        _curve(name, recent, read, choose, bars)
+        for name, read, choose in _CURVES
+        if any(read(record) is not None for record in recent)
     ]
-    bits = headroom_of(recent[-1], str(run.header["dtype"]))
-    text = NOTHING if bits is None else f"{bits:.1f} bits"
-    lines += [f"{'headroom':<{_LABEL}}{text:<{_VALUE}}".rstrip(), ""]
+    dtype = str(run.header["dtype"])
+    # The last one that is known: a CPU may measure it on some steps only.
+    measured = (headroom_of(record, dtype) for record in reversed(recent))
+    left = next((bits for bits in measured if bits is not None), None)
+    if left is not None:
+        lines.append(f"{'headroom':<{_LABEL}}{left:.1f} bits")
+    lines.append("")
     lines += [_clip(line, width) for line in _skips(run)]
     return [*lines, "", *_alarms(run, width)]
 
@@ -155,11 +161,16 @@ def _alarms(run: RunFollower, width: int) -> list[str]:
     lines = [f"alarms    {len(run.alarms):,}"]
     for alarm in list(run.alarms)[-_MOST_ALARMS:]:
         good = alarm.get("last_good_step")
-        end = "" if good is None else f" Last step with good weights: {good}."
+        end = "" if good is None else f" Last step with good weights: {_whole(good)}."
         kind, message = alarm.get("kind"), alarm.get("message")
-        text = f"step {alarm.get('step')}, {kind}: {message}{end}"
+        text = f"step {_whole(alarm.get('step'))}, {kind}: {message}{end}"
         lines += _wrap(_printable(text), width)
     return lines
+
+
+def _whole(value: object) -> str:
+    """Return what a file calls a step, with commas if it is one."""
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def _wrap(text: str, width: int) -> list[str]:
@@ -179,4 +190,5 @@ def _clip(text: str, width: int) -> str:
 
 def _printable(text: str) -> str:
     """Return text without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    plain = text.replace(SPACE, " ")
+    return "".join(letter if letter.isprintable() else "?" for letter in plain)

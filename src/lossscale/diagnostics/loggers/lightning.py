@@ -38,7 +38,7 @@ class LightningCallback(_Callback):  # type: ignore[misc]  # Lightning is read a
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the scaler."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         if not hasattr(scaler, "last_step"):
             message = (
                 "LightningCallback reads lossscale.torch.GradScaler; the trainer has "

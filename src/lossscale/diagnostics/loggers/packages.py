@@ -6,7 +6,6 @@ from typing import Any
 
 from lossscale.errors import MissingPackageError
 
-
 _EXTRAS = ("jax", "keras", "mlflow", "tensorboard", "trackio", "wandb")
 """The packages that are an extra of ours."""
 

@@ -35,8 +35,8 @@ class LoggingWriter(StepWriter):
         names = ", ".join(f"{name} ({cause})" for name, cause in record.nonfinite[:8])
         more = len(record.nonfinite) - 8
         self._logger.info(
-            "Step %d was skipped at a scale of %s: %s%s%s",
-            record.step,
+            "Step %s was skipped at a scale of %s: %s%s%s",
+            f"{record.step:,}",
             number(record.scale),
             record.cause,
             f" in {names}" if names else "",
@@ -45,10 +45,11 @@ class LoggingWriter(StepWriter):
 
     def write_alarm(self, alarm: Alarm) -> None:
         """Log an alarm."""
-        good = "unknown" if alarm.last_good_step is None else alarm.last_good_step
+        last = alarm.last_good_step
+        good = "unknown" if last is None else f"{last:,}"
         self._logger.warning(
-            "Step %d: alarm %s: %s Last step with good weights: %s.",
-            alarm.step,
+            "Step %s: alarm %s: %s Last step with good weights: %s.",
+            f"{alarm.step:,}",
             alarm.kind,
             alarm.message,
             good,

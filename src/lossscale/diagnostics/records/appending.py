@@ -85,7 +85,8 @@ class AppendOnlyFile:
 def cannot_be_written(path: Path, error: Exception) -> SettingError:
     """Return what to raise if a file cannot be written."""
     reason = getattr(error, "strerror", None) or error
-    return SettingError(f"{path} cannot be written: {reason}.")
+    found: SettingError = SettingError(f"{path} cannot be written: {reason}.")
+    return found
 
 
 def is_being_written(path: Path) -> bool:

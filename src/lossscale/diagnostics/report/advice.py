@@ -63,8 +63,8 @@ _GROWING = (
     "clip by the norm; a lower scale only delays the overflow."
 )
 _LOOK_FOR_NAN = (
-    "Look for it in the forward pass: a division by zero, a logarithm or square root of "
-    "a number that is not positive, an attention row that is masked completely."
+    "Look for it in the forward pass: a division by zero, a logarithm or square root "
+    "of a number that is not positive, an attention row that is masked completely."
 )
 _ADVICE = {
     "back-offs": _GROWING,
@@ -95,8 +95,9 @@ def _about_nan(run: "Summary") -> Iterator[str]:
         )
     elif run.causes.get("nan"):
         yield (
-            f"{_steps(run.causes['nan'])} had NaN in the gradients. Where the scale was "
-            f"lowered and it came back, it does not come from the scale. {_LOOK_FOR_NAN}"
+            f"{_steps(run.causes['nan'])} had NaN in the gradients. An overflow makes "
+            "NaN as well (infinity less infinity), which a lower scale ends. A NaN "
+            f"that comes back at lower scales is another. {_LOOK_FOR_NAN}"
         )
 
 

@@ -24,6 +24,7 @@ from lossscale.diagnostics.report.wording import (
 _MOST_TENSORS = 20
 _MOST_ALARMS = 20
 _LONGEST = 200
+_LONGEST_ADVICE = 600
 
 
 def make_markdown(summaries: Sequence[Summary]) -> str:
@@ -45,7 +46,7 @@ def _run(run: Summary) -> Iterator[str]:
         yield ""
     if run.advice:
         yield from ("### What to try", "")
-        yield from (f"- {escape_line(text)}" for text in run.advice)
+        yield from (f"- {escape_line(text, _LONGEST_ADVICE)}" for text in run.advice)
         yield ""
     if run.updates is not None:
         yield from ("### Updates of the weights", "", describe(run.updates), "")
@@ -158,11 +159,11 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(shown)} |"
 
 
-def escape_line(text: str) -> str:
+def escape_line(text: str, longest: int = _LONGEST) -> str:
     """Return text that Markdown shows as it is, in one line."""
     line = _BREAKS.sub(" ", text).strip()
-    if len(line) > _LONGEST:
-        line = f"{line[:_LONGEST]}..."
+    if len(line) > longest:
+        line = f"{line[:longest]}..."
     return _SPECIAL.sub(r"\\\g<0>", line).replace("&", "&amp;").replace("<", "&lt;")
 
 

@@ -15,6 +15,7 @@ from lossscale.diagnostics.report.wording import NOTHING, duration, number, perc
 _MOST_TENSORS = 100
 """How many tensors the table of those that were not finite has, for each run."""
 
+_LONGEST_ADVICE = 600
 _LONGEST = 300
 """How many characters of a text that comes from a run are shown."""
 
@@ -156,7 +157,9 @@ def advice(runs: Sequence[Summary]) -> str:
     """Return what to try, for each run."""
     parts = []
     for run in runs:
-        items = "".join(f"<li>{escape_text(text)}</li>" for text in run.advice)
+        items = "".join(
+            f"<li>{escape_text(text, _LONGEST_ADVICE)}</li>" for text in run.advice
+        )
         parts += [_run_heading(runs, run), f'<ul class="advice">{items}</ul>']
     return "".join(parts)
 
@@ -308,9 +311,9 @@ def make_table(
     )
 
 
-def escape_text(text: str) -> str:
+def escape_text(text: str, longest: int = _LONGEST) -> str:
     """Return text as HTML shows it, shortened if it is very long."""
-    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    shown = text if len(text) <= longest else f"{text[:longest]}…"
     return escape(shown)
 
 

@@ -29,12 +29,15 @@ def number(value: float | None) -> str:
     if value is None:
         return NOTHING
     try:
-        value = float(value)
+        return _number(float(value))
     except OverflowError:  # a whole number of more than 308 digits
         return "over 1e308" if value > 0 else "under -1e308"
+
+
+def _number(value: float) -> str:
     if not isfinite(value):
         return "NaN" if isnan(value) else f"{value:f}"
-    if float(value).is_integer() and abs(value) < _LONG:
+    if value.is_integer() and abs(value) < _LONG:
         return f"{int(value):,}"
     mantissa, exponent = frexp(value)
     long = abs(value) >= _LONG or abs(value) < _SMALL
