@@ -17,7 +17,7 @@ LARGEST_OF = LARGEST | {"float8_e5m2": 57344.0, "float8_e4m3fn": 448.0}
 """The largest number of each format, by the frameworks' names."""
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where an operation is in the user's program."""
 
     module: str | None = None
@@ -33,7 +33,7 @@ class Node:
 
     index: int
     """Its position in the order of evaluation."""
-    place: Place
+    location: Location
     operation: str | None = None
     parents: "tuple[Node, ...]" = ()
     """What made its inputs."""
@@ -88,9 +88,9 @@ def make_finding(
         given: Any = "parameter" if node.is_parameter else "batch"
         return Finding(direction="given", role=given, **values)
     values |= {
-        "module": node.place.module,
-        "module_type": node.place.module_type,
-        "line": node.place.line,
+        "module": node.location.module,
+        "module_type": node.location.module_type,
+        "line": node.location.line,
         "operation": node.operation,
         "magnitude": node.magnitude,
         "largest": LARGEST_OF.get(node.dtype or ""),
@@ -105,7 +105,7 @@ def make_finding(
 
 def has_modules(nodes: Iterable[Node]) -> bool:
     """Whether operations were in named modules: a plain function has none."""
-    return any(node.place.module is not None for node in nodes)
+    return any(node.location.module is not None for node in nodes)
 
 
 def find_bracket(gradients: Mapping[str, Node]) -> tuple[str | None, str | None]:

@@ -246,7 +246,7 @@ _ROUND = 100.0
 
 
 def _describe_line(found: Finding) -> str:
-    """Return the line of the code, unless the place is named by it."""
+    """Return the line of the code, unless the location is named by it."""
     is_named = found.module is None and not found.has_model
     if found.line is None or (is_named and found.role not in _UNPLACED):
         return ""
@@ -254,7 +254,7 @@ def _describe_line(found: Finding) -> str:
 
 
 _UNPLACED = ("batch", "constant", "loss", "parameter", "buffer", "parameter gradient")
-"""Tensors that are described without the place where they were made."""
+"""Tensors that are described without where they were made."""
 
 
 def _describe_change(found: Finding) -> str:

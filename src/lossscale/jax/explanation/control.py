@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from lossscale.core.explanation.evaluated import Place
+from lossscale.core.explanation.evaluated import Location
 from lossscale.jax.explanation.values import Value, kind_of
 
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -38,7 +38,7 @@ def find_inner(eqn: Any) -> Any | None:
 
 
 def _run_scan(
-    evaluation: Any, eqn: Any, inputs: list[Value], place: Place
+    evaluation: Any, eqn: Any, inputs: list[Value], location: Location
 ) -> list[Value]:
     params = eqn.params
     length, body = params["length"], params["jaxpr"]
@@ -49,13 +49,15 @@ def _run_scan(
     collected: dict[int, list[Value]] = {}
     for index in order:
         taken = [_take_row(value, index) for value in rows]
-        results = evaluation.run_closed(body, [*consts, *carry, *taken], place)
+        results = evaluation.run_closed(body, [*consts, *carry, *taken], location)
         carry = results[: params["num_carry"]]
         collected[index] = results[params["num_carry"] :]
     stacked = [
-        _stack(evaluation, [collected[index][column] for index in range(length)], place)
+        _stack(
+            evaluation, [collected[index][column] for index in range(length)], location
+        )
         if length
-        else _make_empty(evaluation, variable, place)
+        else _make_empty(evaluation, variable, location)
         for column, variable in enumerate(eqn.outvars[params["num_carry"] :])
     ]
     return [*carry, *stacked]
@@ -66,20 +68,20 @@ def _take_row(value: Value, index: int) -> Value:
     return Value(row, value.node, kind_of(row) if value.kind is not None else None)
 
 
-def _stack(evaluation: Any, values: Sequence[Value], place: Place) -> Value:
-    node = evaluation.add_node(place, "scan", values)
+def _stack(evaluation: Any, values: Sequence[Value], location: Location) -> Value:
+    node = evaluation.add_node(location, "scan", values)
     array = jnp.stack([value.array for value in values])
     node.kind = kind_of(array)
     return Value(array, node, node.kind)
 
 
-def _make_empty(evaluation: Any, variable: Any, place: Place) -> Value:
+def _make_empty(evaluation: Any, variable: Any, location: Location) -> Value:
     array = jnp.zeros(variable.aval.shape, variable.aval.dtype)
-    return Value(array, evaluation.add_node(place, "scan", ()))
+    return Value(array, evaluation.add_node(location, "scan", ()))
 
 
 def _run_while(
-    evaluation: Any, eqn: Any, inputs: list[Value], place: Place
+    evaluation: Any, eqn: Any, inputs: list[Value], location: Location
 ) -> list[Value]:
     params = eqn.params
     first, second = params["cond_nconsts"], params["body_nconsts"]
@@ -88,23 +90,25 @@ def _run_while(
     carry = inputs[first + second :]
     while True:
         (going_on,) = evaluation.run_closed(
-            params["cond_jaxpr"], [*of_condition, *carry], place
+            params["cond_jaxpr"], [*of_condition, *carry], location
         )
         if not bool(going_on.array):
             return carry
-        carry = evaluation.run_closed(params["body_jaxpr"], [*of_body, *carry], place)
+        carry = evaluation.run_closed(
+            params["body_jaxpr"], [*of_body, *carry], location
+        )
 
 
 def _run_cond(
-    evaluation: Any, eqn: Any, inputs: list[Value], place: Place
+    evaluation: Any, eqn: Any, inputs: list[Value], location: Location
 ) -> list[Value]:
     branches = eqn.params["branches"]
     chosen = min(max(int(inputs[0].array), 0), len(branches) - 1)
-    results: list[Value] = evaluation.run_closed(branches[chosen], inputs[1:], place)
+    results: list[Value] = evaluation.run_closed(branches[chosen], inputs[1:], location)
     return results
 
 
-CONTROL: dict[str, Callable[[Any, Any, list[Value], Place], list[Value]]] = {
+CONTROL: dict[str, Callable[[Any, Any, list[Value], Location], list[Value]]] = {
     "scan": _run_scan,
     "while": _run_while,
     "cond": _run_cond,

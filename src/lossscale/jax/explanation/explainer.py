@@ -11,8 +11,8 @@ import numpy as np
 
 from lossscale.core.explanation.causes import find_causes
 from lossscale.core.explanation.evaluated import (
+    Location,
     Node,
-    Place,
     find_bracket,
     has_modules,
     make_finding,
@@ -131,7 +131,7 @@ def explain_program(
         for leaf, name, flag in zip(leaves, names, parameters, strict=True)
     ]
     count = len(jax.tree.leaves(shapes[0]))
-    results = evaluation.run_closed(closed, inputs, Place())
+    results = evaluation.run_closed(closed, inputs, Location())
     loss = results[0]
     paths = [
         jax.tree_util.keystr(path)
@@ -244,13 +244,13 @@ class _Program:
         self._fun, self._argnums, self._has_aux = fun, argnums, has_aux
         pairs, self._structure = jax.tree_util.tree_flatten_with_path((args, kwargs))
         self._static = [None if _is_array(leaf) else leaf for _, leaf in pairs]
-        self._places = [i for i, (_, leaf) in enumerate(pairs) if _is_array(leaf)]
-        self.leaves: list[PyTree] = [pairs[i][1] for i in self._places]
+        self._indices = [i for i, (_, leaf) in enumerate(pairs) if _is_array(leaf)]
+        self.leaves: list[PyTree] = [pairs[i][1] for i in self._indices]
         if any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves):
             raise ContextError(_TRACED)
         chosen = {argnums} if isinstance(argnums, int) else set(argnums)
         chosen = {position % max(1, len(args)) for position in chosen}
-        paths = [pairs[i][0] for i in self._places]
+        paths = [pairs[i][0] for i in self._indices]
         self.parameters = [
             path[0].idx == 0 and path[1].idx in chosen and is_differentiable(leaf)
             for path, leaf in zip(paths, self.leaves, strict=True)
@@ -271,8 +271,8 @@ class _Program:
     def run(self, scale: Any, leaves: list[Any]) -> tuple[Any, PyTree]:
         """Return the unscaled loss and the scaled gradients."""
         everything = list(self._static)
-        for place, leaf in zip(self._places, leaves, strict=True):
-            everything[place] = leaf
+        for index, leaf in zip(self._indices, leaves, strict=True):
+            everything[index] = leaf
         args, kwargs = jax.tree_util.tree_unflatten(self._structure, everything)
         state = ScaleState(scale, jnp.int32(0), jnp.int32(0))
         value, grads = differentiate_scaled(

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale.core.explanation.evaluated import Place
+from lossscale.core.explanation.evaluated import Location
 
 
 class LayerScopes:
@@ -23,8 +23,8 @@ class LayerScopes:
         """Prepare; nothing is replaced yet."""
         layers = model._flatten_layers(include_self=False)  # noqa: SLF001  # Keras's own
         self._layers = [layer for layer in layers if "call" not in vars(layer)]
-        self._stack: list[Place] = []
-        self.current = Place()
+        self._stack: list[Location] = []
+        self.current = Location()
         """Where the operation is that runs now."""
 
     def __enter__(self) -> "LayerScopes":  # noqa: PYI034  # Python 3.10 has no Self
@@ -41,14 +41,14 @@ class LayerScopes:
     @contextmanager
     def within(self, layer: Any) -> Iterator[None]:
         """Return a context in which operations outside other layers are of this one."""
-        outer, self.current = self.current, _place_of(layer)
+        outer, self.current = self.current, _location_of(layer)
         try:
             yield
         finally:
             self.current = outer
 
     def _wrap(self, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-        own = _place_of(layer)
+        own = _location_of(layer)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             outer = self.current
@@ -61,7 +61,7 @@ class LayerScopes:
 
         return wrapped
 
-    def _mark(self, value: Any, within: Place, after: Place) -> Any:
+    def _mark(self, value: Any, within: Location, after: Location) -> Any:
         """Return a tensor whose gradient says where the backward pass is.
 
         Args:
@@ -85,5 +85,5 @@ class LayerScopes:
         return identity(value)
 
 
-def _place_of(layer: Any) -> Place:
-    return Place(layer.path or layer.name, type(layer).__name__)
+def _location_of(layer: Any) -> Location:
+    return Location(layer.path or layer.name, type(layer).__name__)

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_callbacks
 
-from lossscale.core.explanation.evaluated import Node, Place
+from lossscale.core.explanation.evaluated import Location, Node
 from lossscale.core.explanation.kinds import Kind
 from lossscale.keras.explanation.layer_scopes import LayerScopes
 from lossscale.keras.explanation.tensorflow_origins import (
@@ -62,7 +62,7 @@ class OperationWatch:
 
     def add_argument(self, tensor: Any, name: str) -> None:
         """Know a tensor of the batch by its name."""
-        node = self._add(tensor, Place(), None, ())
+        node = self._add(tensor, Location(), None, ())
         node.argument = name
         node.origin = None if node.kind is None else "batch"
 
@@ -138,12 +138,16 @@ class OperationWatch:
         return None if tensor.dtype == tf.resource else kind_of(tensor)
 
     def _add(
-        self, tensor: Any, place: Place, operation: str | None, inputs: Sequence[Any]
+        self,
+        tensor: Any,
+        location: Location,
+        operation: str | None,
+        inputs: Sequence[Any],
     ) -> Node:
         known = [self._known[id(x)] for x in inputs if id(x) in self._known]
         node = Node(
             self._count,
-            place,
+            location,
             operation,
             tuple(one for _, one, _ in known),
             tuple(one for _, one, kind in known if kind is not None),

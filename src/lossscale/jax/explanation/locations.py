@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 
-from lossscale.core.explanation.evaluated import Place
+from lossscale.core.explanation.evaluated import Location
 
 
-def find_place(source_info: Any, outer: Place) -> Place:
+def find_location(source_info: Any, outer: Location) -> Location:
     """Return where an equation is.
 
     Args:
@@ -26,11 +26,15 @@ def find_place(source_info: Any, outer: Place) -> Place:
     path = _read_scopes(str(source_info.name_stack))
     module = _join(outer.module, path)
     frames = _list_frames(source_info.traceback)
-    own = next((f for f in frames if not _is_library(f.file_name)), None)
-    line = outer.line if own is None else f"{Path(own.file_name).name}:{own.line_num}"
+    frame = next((f for f in frames if not _is_library(f.file_name)), None)
+    line = (
+        outer.line
+        if frame is None
+        else f"{Path(frame.file_name).name}:{frame.line_num}"
+    )
     kind = next(filter(None, map(_find_class, frames)), outer.module_type)
     # Without scopes the class is all that is known of the layer.
-    return Place(module, kind, line) if module else Place(kind, None, line)
+    return Location(module, kind, line) if module else Location(kind, None, line)
 
 
 def _join(outer: str | None, path: str) -> str | None:
@@ -60,8 +64,8 @@ def _read_scopes(stack: str) -> str:
         if shorter == stack:
             break
         stack = shorter
-    parts = [part for part in stack.split("/") if part]
-    return "/".join(part for part in parts if part not in _STRUCTURE)
+    names = [name for name in stack.split("/") if name]
+    return "/".join(name for name in names if name not in _STRUCTURE)
 
 
 _NAMED = re.compile(r"(?<![\w.])(?:jit|pjit|remat|custom_jvp|custom_vjp)\([^()]*\)")
