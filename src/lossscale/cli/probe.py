@@ -59,6 +59,10 @@ PARTS = {
         Part("uniplot", "cli"),
         Part("textual", "watch", "lossscale.cli.watch_app"),
         Part("pyarrow", "parquet"),
+        Part("mlflow", "mlflow"),
+        Part("tensorboard", "tensorboard"),
+        Part("trackio", "trackio"),
+        Part("wandb", "wandb"),
     )
 }
 
