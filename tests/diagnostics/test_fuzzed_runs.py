@@ -308,9 +308,9 @@ def test_lines_of_any_kind_are_followed(run, extra, at):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecordWarning)
         follower = RunFollower(path)
-    with path.open("ab") as file:
-        file.write(b"".join([*(line + b"\n" for line in extra), *lines[at:]]))
-    follower.update()
+        with path.open("ab") as file:
+            file.write(b"".join([*(line + b"\n" for line in extra), *lines[at:]]))
+        follower.update()
     assert render_run(follower, 80)
 
 
