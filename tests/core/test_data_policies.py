@@ -83,6 +83,7 @@ def walk(policy, observed):
         state = after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(rule=rules(), observed=steps)
 def test_the_scale_stays_finite_positive_and_within_bounds(kind, rule, observed):
@@ -95,6 +96,7 @@ def test_the_scale_stays_finite_positive_and_within_bounds(kind, rule, observed)
         assert all(np.isfinite(value) for value in after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(rule=rules(), observed=steps)
 def test_an_overflow_never_raises_the_scale(kind, rule, observed):
@@ -102,6 +104,7 @@ def test_an_overflow_never_raises_the_scale(kind, rule, observed):
         assert finite or after.scale <= before.scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not Saturation])
 @given(rule=rules(powers_of_two=True), observed=steps)
 def test_a_power_of_two_stays_one(kind, rule, observed):
@@ -111,6 +114,7 @@ def test_a_power_of_two_stays_one(kind, rule, observed):
         assert 0.5 == math.frexp(after.scale)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(rule=rules(), observed=steps)
 def test_dtypes_and_the_type_of_the_state_stay(kind, rule, observed):
@@ -121,6 +125,7 @@ def test_dtypes_and_the_type_of_the_state_stay(kind, rule, observed):
         assert [v.dtype for v in before] == [v.dtype for v in after]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(rule=rules(), observed=steps)
 def test_a_vector_of_scales_is_many_scales(kind, rule, observed):
