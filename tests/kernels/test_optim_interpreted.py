@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from kernels import gpu_cases, optim_cases  # noqa: E402
 from lossscale.torch import optim  # noqa: E402
 from lossscale.torch.optim.kernels import tables  # noqa: E402
+from lossscale.torch.optim.kernels.settings import Settings, host_rate  # noqa: E402
 
 BLOCK = 64
 CHECKS = dict(optim_cases.checks("cpu", block=BLOCK, many=20, steps=6))
@@ -48,19 +49,19 @@ def test_a_state_dict_that_chooses_torchs_functions_says_so_once():
 
 
 def test_a_rate_of_the_device_that_is_replaced_by_zero_is_copied():
-    settings = tables.Settings(1, torch.device("cpu"))
+    settings = Settings(1, torch.device("cpu"))
     of_device = torch.empty((), device="meta")
     for _ in range(2):
-        settings.copy([[tables.host_rate(of_device)]])
+        settings.copy([[host_rate(of_device)]])
         settings.copy_rate(0, torch.tensor(0.5))
-    settings.copy([[tables.host_rate(0.0)]])
+    settings.copy([[host_rate(0.0)]])
     assert 0.0 == settings.table[0, 0].item()
 
 
 def test_a_rate_of_the_device_is_not_a_change_at_each_step():
-    settings = tables.Settings(1, torch.device("cpu"))
+    settings = Settings(1, torch.device("cpu"))
     of_device = torch.empty((), device="meta")
-    settings.copy([[tables.host_rate(of_device)]])
+    settings.copy([[host_rate(of_device)]])
     settings.copy_rate(0, torch.tensor(0.5))
-    settings.copy([[tables.host_rate(of_device)]])
+    settings.copy([[host_rate(of_device)]])
     assert 0.5 == settings.table[0, 0].item()

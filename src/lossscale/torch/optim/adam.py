@@ -18,9 +18,8 @@ from lossscale.torch.optim.eager import (
     working_dtype,
 )
 from lossscale.torch.optim.formulas import Kept, add_by_adam
+from lossscale.torch.optim.masters import HALF, MASTER
 from lossscale.torch.optim.optimizer import (
-    HALF,
-    MASTER,
     Options,
     ScaledOptimizer,
     check_options,

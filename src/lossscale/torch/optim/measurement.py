@@ -17,6 +17,7 @@ from lossscale.core.statistics import UpdateStatistics
 from lossscale.torch.devices import send_to_host
 from lossscale.torch.distributed.dtensor import local_shard
 from lossscale.torch.optim.eager import HostScale, unscale
+from lossscale.torch.optim.masters import MASTER
 
 if TYPE_CHECKING:
     from lossscale.torch.optim.optimizer import ScaledOptimizer
@@ -97,16 +98,16 @@ class UpdateMeasurement:
             columns = numbers[::3], numbers[1::3], numbers[2::3]
             for weight, update, start, lost in zip(part.weights, *columns, strict=True):
                 if weight is not None:
-                    share = lost / max(1, weight.size)
-                    rows.append((weight, _ratio_of(update, start), share))
+                    fraction = lost / max(1, weight.size)
+                    rows.append((weight, _ratio_of(update, start), fraction))
         if not rows:
             return None
         rows.sort()
-        weights, ratios, shares = zip(*rows, strict=True)
+        weights, ratios, fractions = zip(*rows, strict=True)
         return UpdateStatistics(
             [name_of(weight.position) for weight in weights],
             list(ratios),
-            list(shares),
+            list(fractions),
             [weight.dtype for weight in weights],
             [weight.has_master for weight in weights],
         )
@@ -204,7 +205,7 @@ def _compute(
         if isinstance(value, torch.Tensor) and value.shape == param.shape
     }
     count = optimizer.state.get(param, {}).get("step", 0.0)
-    weight = kept.get("master_param", own).to(dtype)
+    weight = kept.get(MASTER, own).to(dtype)
     assert param.grad is not None  # noqa: S101  # for mypy
     grad = local_shard(param.grad)
     grad = real_view(grad if grad.layout == torch.strided else grad.to_dense())

@@ -6,7 +6,6 @@ gradients are divided, and `found_inf`, which skips the step; without them it is
 step of torch's class. Gradients are not written to unless `write_back` asks for it.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
@@ -17,11 +16,13 @@ import torch
 from lossscale.core import validation
 from lossscale.core.statistics import UpdateStatistics
 from lossscale.core.validation import format_value
-from lossscale.errors import SettingError, StateError
+from lossscale.errors import SettingError
 from lossscale.torch.devices import is_capturing, uncompiled
 from lossscale.torch.distributed.dtensor import local_shard
 from lossscale.torch.optim.eager import HostScale, read_scale, write_weight
 from lossscale.torch.optim.formulas import Kept
+from lossscale.torch.optim.loaded_state import keep_dtypes
+from lossscale.torch.optim.masters import HALF, MASTER, export_weights, load_weights
 from lossscale.torch.optim.measurement import EagerUpdate, UpdateMeasurement
 from lossscale.torch.optim.plan import (
     StepPlan,
@@ -33,13 +34,6 @@ from lossscale.torch.scaler.param_names import ParamNames
 
 if TYPE_CHECKING:
     from lossscale.torch.optim.kernels.tables import Row, Tables
-
-HALF = (torch.float16, torch.bfloat16)
-"""The dtypes of parameters that can have a master."""
-
-MASTER = "master_param"
-"""The key of a master in the state of its parameter; the name that others use too."""
-
 
 _grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
@@ -416,13 +410,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
             for param, state in self.state.items()
             if MASTER in state
         }
-        exported = module.state_dict(keep_vars=True)
-        for name, value in exported.items():
-            if isinstance(value, torch.Tensor):
-                weight = masters.get(id(value), value).detach()
-                wide = weight.to(torch.float32) if weight.dtype in HALF else weight
-                exported[name] = wide.clone() if wide is weight else wide
-        return exported
+        return export_weights(module, masters)
 
     @torch.no_grad()
     def load_float32_state_dict(
@@ -442,42 +430,17 @@ class ScaledOptimizer(torch.optim.Optimizer):
                 nothing is changed.
         """
         groups = {
-            id(param): group for group in self.param_groups for param in group["params"]
+            id(param): group
+            for group in self.param_groups
+            for param in group["params"]
+            if self.has_master(param)
         }
-        named = [
-            (name, param)
-            for name, param in module.named_parameters()
-            if param.dtype in HALF
-        ]
-        with_master = {
-            name
-            for name, param in named
-            if id(param) in groups and self.has_master(param)
-        }
-        missing = sorted(with_master - state_dict.keys())
-        if missing:
-            message = (
-                f"The state dict has no weights for {missing[0]}. It must have the "
-                "module's own names, also where a hook of the module renames them: "
-                "the masters are loaded by name."
-            )
-            raise StateError(message)
-        module.load_state_dict(state_dict)
-        saturated = []
-        for name, param in named:
-            weight = state_dict.get(name)
-            if name in with_master:
-                self._init_state(param, groups[id(param)])
-                weight = self.state[param][MASTER].copy_(weight)
-            if weight is not None and bool((param.isinf() & weight.isfinite()).any()):
-                write_weight(param, weight)
-                saturated.append(name)
-        if saturated:
-            message = (
-                f"Weights beyond the range of their dtype were loaded as its largest "
-                f"number: {', '.join(saturated)}. Masters have the float32 numbers."
-            )
-            warnings.warn(message, stacklevel=2)
+
+        def open_master(param: torch.Tensor) -> torch.Tensor:
+            self._init_state(param, groups[id(param)])
+            return self._weight(param)
+
+        load_weights(module, state_dict, groups.keys(), open_master)
 
     # -- saving ------------------------------------------------------------------------
 
@@ -515,42 +478,6 @@ class ScaledOptimizer(torch.optim.Optimizer):
         """Restore what was pickled, copied or loaded."""
         loaded = self._loading
         if loaded is not None:
-            self._keep_dtypes(state, loaded)
+            keep_dtypes(self, state, loaded)
         self._plan = None
         super().__setstate__(state)
-
-    def _keep_dtypes(self, state: dict[str, Any], loaded: Mapping[str, Any]) -> None:
-        """Replace what torch has cast to the dtype of a parameter.
-
-        Args:
-            state: The new state, after torch's casts.
-            loaded: The state dict that it was made from.
-        """
-        saved = (key for group in loaded["param_groups"] for key in group["params"])
-        params = (param for group in state["param_groups"] for param in group["params"])
-        for key, param in zip(saved, params, strict=True):
-            kept = state["state"].get(param)
-            for name, value in loaded["state"].get(key, {}).items():
-                if name == "step" or name not in self.kept_names:
-                    continue  # what a subclass keeps may have any shape
-                if not isinstance(value, torch.Tensor):
-                    continue
-                if value.shape != param.shape:
-                    message = (
-                        f"{name} has the shape {tuple(value.shape)}, and its parameter "
-                        f"{tuple(param.shape)}. Load the state of the same model."
-                    )
-                    raise StateError(message)
-                if name == MASTER and not self.has_master(param):
-                    del kept[name]
-                else:
-                    kept[name] = self._as_kept(param, name, value)
-
-    def _as_kept(
-        self, param: torch.Tensor, name: str, value: torch.Tensor
-    ) -> torch.Tensor:
-        """Return a loaded tensor as it is kept: a copy, laid out as the parameter."""
-        dtype = torch.float32 if name == MASTER else self.state_dtype(param)
-        if not value.is_floating_point():
-            dtype = value.dtype
-        return torch.empty_like(param, dtype=dtype).copy_(value)

@@ -17,8 +17,8 @@ from lossscale.torch.optim.eager import (
     working_dtype,
 )
 from lossscale.torch.optim.formulas import Kept, add_by_sgd
+from lossscale.torch.optim.masters import MASTER
 from lossscale.torch.optim.optimizer import (
-    MASTER,
     ScaledOptimizer,
     check_options,
     refuse_differentiable,

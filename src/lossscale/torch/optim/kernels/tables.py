@@ -11,21 +11,20 @@ the float32 weights of normalisation layers. More kinds take more launches.
 """
 
 import math
-import operator
-from array import array
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton.language as tl
 
-from lossscale.errors import ContextError
 from lossscale.torch.devices import device_context, is_capturing
 from lossscale.torch.inspection.kernels.launch import KernelLauncher
 from lossscale.torch.optim.kernels import adam, sgd
+from lossscale.torch.optim.kernels.addresses import GradientAddresses
+from lossscale.torch.optim.kernels.host_copies import make_tensor
 from lossscale.torch.optim.kernels.memory import COLUMNS, SCALARS, SUMS
-from lossscale.torch.torch_internals import all_addresses_equal
+from lossscale.torch.optim.kernels.settings import Settings, host_rate
 
 BLOCK = 2048
 """How many elements a chunk has."""
@@ -100,7 +99,8 @@ class Tables:
             for index, start in zip(members, accumulate(own, initial=0), strict=False):
                 starts[index], numbers[index] = start, pair.index(kinds[index])
             chunk_tensors = torch.repeat_interleave(
-                _host(members, torch.int32), _host(own, torch.int64)
+                make_tensor(members, torch.int32),
+                make_tensor(own, torch.int64),
             )
             self.units.append(
                 Unit((pair[0], pair[-1]), sum(own), chunk_tensors.to(self.device))
@@ -109,11 +109,13 @@ class Tables:
         self._is_aligned = not any(
             address % 16 for columns in addresses for address in columns
         )
-        self._pointers = _host(addresses, torch.int64).to(self.device)
-        self._counts = _host(counts, torch.int64).to(self.device)
-        self._starts = _host(starts, torch.int32).to(self.device)
-        self._kinds = _host(numbers, torch.int32).to(self.device)
-        self._groups = _host([row.group for row in rows], torch.int32).to(self.device)
+        self._pointers = make_tensor(addresses, torch.int64).to(self.device)
+        self._counts = make_tensor(counts, torch.int64).to(self.device)
+        self._starts = make_tensor(starts, torch.int32).to(self.device)
+        self._kinds = make_tensor(numbers, torch.int32).to(self.device)
+        self._groups = make_tensor([row.group for row in rows], torch.int32).to(
+            self.device
+        )
         self._settings = Settings(groups, self.device)
         self._grads = GradientAddresses(len(rows), self.device)
         self._kept: list[GradientAddresses] = []
@@ -365,105 +367,6 @@ class SgdTables(Tables):
     ) -> None:
         arguments = (self._groups, self._settings.table, scale)
         self._launch_units(sgd.apply_sgd, grads, arguments, flag, constants, sums)
-
-
-class Settings:
-    """The settings of the groups, on the device."""
-
-    def __init__(self, groups: int, device: torch.device) -> None:
-        self.table = torch.zeros(
-            (groups, SCALARS.value), dtype=torch.float64, device=device
-        )
-        self._known: list[list[float]] = []
-
-    def copy(self, settings: list[list[float]]) -> None:
-        """Copy the settings if they are not those that are there."""
-        if settings == self._known:
-            return
-        if is_capturing(self.table.device):
-            message = (
-                "A setting of the optimizer, such as its learning rate, has changed "
-                "since its last step, and a CUDA graph would keep the old one. Call "
-                "optimizer.copy_settings() before the capture."
-            )
-            raise ContextError(message)
-        self._known = []
-        width = SCALARS.value
-        host = _host([row + [0.0] * (width - len(row)) for row in settings], None)
-        _copy_later(host, self.table)
-        self._known = settings
-
-    def copy_rate(self, group: int, rate: torch.Tensor) -> None:
-        """Copy a learning rate that is a tensor of a device; graphs do so too."""
-        self.table[group, 0].copy_(rate.reshape(()), non_blocking=True)
-
-
-class GradientAddresses:
-    """The addresses of the gradients, on the device."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.table = torch.zeros(count, dtype=torch.int64, device=device)
-        self.is_aligned = False
-        self._known: list[int] | None = None
-        self._indices: list[int] = []
-        self._pinned: torch.Tensor | None = None
-
-    def set(self, grads: list[torch.Tensor | None]) -> None:
-        """Copy the addresses of gradients if they changed; 0 where there is none."""
-        known = self._known
-        if (
-            known is not None
-            and len(known) == len(grads) == len(self._indices)
-            and all_addresses_equal is not None
-            and all_addresses_equal(grads, known, self._indices)  # type: ignore[arg-type]
-        ):
-            return
-        has_all = all(map(operator.is_not, grads, repeat(None)))
-        addresses = _addresses_of(grads, has_all=has_all)
-        if addresses == known:
-            return
-        # Unknown until they are copied: a failure here is retried at the next step.
-        self._known = None
-        host = torch.frombuffer(array("q", addresses), dtype=torch.int64)
-        self.is_aligned = not (host & 15).any()
-        self._pinned = _copy_later(host, self.table)
-        self._known = addresses
-        self._indices = list(range(len(grads))) if has_all else []
-
-
-def _addresses_of(grads: list[torch.Tensor | None], *, has_all: bool) -> list[int]:
-    """Return addresses; an empty tensor, whose own is 0, has another one here."""
-    if not has_all:
-        return [0 if grad is None else grad.data_ptr() or 16 for grad in grads]
-    addresses = list(map(torch.Tensor.data_ptr, grads))  # type: ignore[arg-type]
-    return [found or 16 for found in addresses] if 0 in addresses else addresses
-
-
-def _copy_later(host: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Copy to a device while the host goes on; return what it is copied from.
-
-    A graph copies from the same memory at every replay, so it must be kept for it.
-    """
-    source = host if table.device.type == "cpu" else host.pin_memory()
-    table.copy_(source, non_blocking=True)
-    return source
-
-
-def _host(numbers: Any, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return numbers as a tensor of the host, whatever torch's default device is."""
-    return torch.tensor(numbers, dtype=dtype or torch.float64, device="cpu")
-
-
-_ON_DEVICE = math.nan
-"""A learning rate that the host does not know: unlike any that it does. This object is
-equal to itself in a list."""
-
-
-def host_rate(rate: float | torch.Tensor) -> float:
-    """Return a learning rate that the host knows; NaN for a tensor of a device."""
-    if isinstance(rate, torch.Tensor):
-        return rate.item() if rate.device.type == "cpu" else _ON_DEVICE
-    return float(rate)
 
 
 def _log(number: float) -> float:

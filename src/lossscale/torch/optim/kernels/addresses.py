@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GradientAddresses`: where the gradients are, copied only when that changed."""
+
+import operator
+from array import array
+from itertools import repeat
+
+import torch
+
+from lossscale.torch.optim.kernels.host_copies import copy_later
+from lossscale.torch.torch_internals import all_addresses_equal
+
+
+class GradientAddresses:
+    """The addresses of the gradients, on the device."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.table = torch.zeros(count, dtype=torch.int64, device=device)
+        self.is_aligned = False
+        self._known: list[int] | None = None
+        self._indices: list[int] = []
+        self._pinned: torch.Tensor | None = None
+
+    def set(self, grads: list[torch.Tensor | None]) -> None:
+        """Copy the addresses of gradients if they changed; 0 where there is none."""
+        known = self._known
+        if (
+            known is not None
+            and len(known) == len(grads) == len(self._indices)
+            and all_addresses_equal is not None
+            and all_addresses_equal(grads, known, self._indices)  # type: ignore[arg-type]
+        ):
+            return
+        has_all = all(map(operator.is_not, grads, repeat(None)))
+        addresses = _addresses_of(grads, has_all=has_all)
+        if addresses == known:
+            return
+        # Unknown until they are copied: a failure here is retried at the next step.
+        self._known = None
+        host = torch.frombuffer(array("q", addresses), dtype=torch.int64)
+        self.is_aligned = not (host & 15).any()
+        self._pinned = copy_later(host, self.table)
+        self._known = addresses
+        self._indices = list(range(len(grads))) if has_all else []
+
+
+def _addresses_of(grads: list[torch.Tensor | None], *, has_all: bool) -> list[int]:
+    """Return addresses; an empty tensor, whose own is 0, has another one here."""
+    if not has_all:
+        return [0 if grad is None else grad.data_ptr() or 16 for grad in grads]
+    addresses = list(map(torch.Tensor.data_ptr, grads))  # type: ignore[arg-type]
+    return [found or 16 for found in addresses] if 0 in addresses else addresses
