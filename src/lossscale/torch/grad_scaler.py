@@ -899,7 +899,7 @@ class GradScaler(torch.amp.GradScaler):
                 scaler was made without names.
         """
         names = self._options.names
-        if module is not None and not names.trained():
+        if module is not None and not names.list_trained():
             names.add(module.named_parameters())
         self._describe = find_describe(recorder)
         if not self._sampler.is_listening:

@@ -50,7 +50,7 @@ def describe_run(
         for index, param in enumerate(params_of(optimizer)):
             dtypes[names.name_of(optimizer, index)] = _name_format(param.dtype)
     # An optimizer's own order need not be the model's: groups are made by weight decay.
-    ordered = [name for name in names.trained() if name in dtypes]
+    ordered = [name for name in names.list_trained() if name in dtypes]
     describe(policy=policy, device=_name_device(device), names=ordered, dtypes=dtypes)
 
 

@@ -38,7 +38,7 @@ class ParamNames:
         """Pickle no names: they belong to the parameters of this process."""
         return ParamNames, ()
 
-    def trained(self) -> list[str]:
+    def list_trained(self) -> list[str]:
         """Return the names of the parameters that are trained, as they were given."""
         return [name for param, name in self._names.items() if param.requires_grad]
 
