@@ -116,23 +116,15 @@ class _AdamStep(ScaledOptimizer):
             steps = [state["step"] for state in states]
         except KeyError:
             return False  # torch's own function makes what is kept
-        masters: list[torch.Tensor | None] = [None] * len(params)
+        weights = params
         if self._options.master_weights:
-            masters = [state.get(MASTER) for state in states]
-            if any(
-                master is None and param.dtype in HALF
-                for master, param in zip(masters, params, strict=True)
-            ):
-                return False
-        pairs = list(zip(params, masters, strict=True))
-        columns = host.Columns(
-            [param if master is None else master for param, master in pairs],
-            [param.grad for param in params],
-            kept[0],
-            kept[1],
-            kept[2] if group["amsgrad"] else [],
-            [None if master is None else param for param, master in pairs],
-        )
+            pairs = zip(states, params, strict=True)
+            weights = [state.get(MASTER, param) for state, param in pairs]
+            if any(weight.dtype in HALF for weight in weights):
+                return False  # a master is missing
+        grads = [param.grad for param in params]
+        largest = kept[2] if group["amsgrad"] else []
+        columns = host.Columns(weights, grads, kept[0], kept[1], largest, params)
         if not host.can_update(group, columns):
             return False
         host.update(columns, steps, group, scale.inverse)

@@ -4,8 +4,9 @@
 It has the arithmetic of torch's foreach step, in the same order, and gives its bits.
 What differs is the walk: tensors are taken in runs of a few ten thousand elements, and
 larger ones in pieces, so that a run stays in the cache from the cast of its gradients
-to the write of its weights. The bias corrections are computed once for each count of
-steps and not for each tensor.
+to the write of its weights. A run of small tensors is copied to one tensor of each
+kind, updated there and copied back: that takes fewer calls than an update of each. The
+bias corrections are computed once for each count of steps and not for each tensor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,8 @@ from lossscale.torch.optim.eager import has_duplicates
 _PIECE = 2**15
 """How many elements a thread takes; torch gives no thread fewer."""
 
-_SMALL = 2**12
-"""Below so many elements a tensor, one copy of all is cheaper than many calls."""
+_SMALL = 2**10
+"""Below so many elements a tensor on average, a run is copied to one tensor."""
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
@@ -38,37 +39,33 @@ class Columns(NamedTuple):
     squares: Tensors
     largest: Tensors
     """The largest second moments; empty without amsgrad."""
-    halves: list[torch.Tensor | None]
-    """The parameter of each master; `None` for a parameter that has none."""
+    params: Tensors
+    """The parameters: each is its weight, or the half-precision copy of it."""
+
+    def take(self, indices: Sequence[int]) -> "Columns":
+        """Return some of the tensors, in an order."""
+        return Columns(*([kind[i] for i in indices] if kind else [] for kind in self))
 
     def cut(self, start: int, stop: int) -> "Columns":
         """Return a run of the tensors."""
-        return Columns(
-            self.weights[start:stop],
-            self.grads[start:stop],
-            self.means[start:stop],
-            self.squares[start:stop],
-            self.largest[start:stop],
-            self.halves[start:stop],
-        )
+        return Columns(*(kind[start:stop] for kind in self))
 
     def split(self, index: int, size: int) -> Iterator["Columns"]:
         """Return one of the tensors in pieces; it must have no gaps."""
-        half = self.halves[index]
-        kinds = [self.weights, self.grads, self.means, self.squares]
-        pieces = [kind[index].view(-1).split(size) for kind in kinds]
-        largest = self.largest[index].view(-1).split(size) if self.largest else ()
-        halves = () if half is None else half.view(-1).split(size)
-        for number, own in enumerate(zip(*pieces, strict=True)):
-            weights, grads, means, squares = ([piece] for piece in own)
-            yield Columns(
-                weights,
-                grads,
-                means,
-                squares,
-                [largest[number]] if largest else [],
-                [halves[number] if halves else None],
-            )
+        pieces = [kind[index].view(-1).split(size) if kind else () for kind in self]
+        for number in range(len(pieces[0])):
+            yield Columns(*([kind[number]] if kind else [] for kind in pieces))
+
+
+class RunKey(NamedTuple):
+    """What the tensors of a run have in common."""
+
+    taken: float
+    """The number of the step."""
+    slope: torch.dtype
+    """The dtype of the gradients."""
+    rounded: torch.dtype | None
+    """The dtype of the parameters of masters; `None` if there are no masters."""
 
 
 class Corrections(NamedTuple):
@@ -122,9 +119,20 @@ def update(
     """
     ti.foreach_add_(steps, 1)
     counts = [step.item() for step in steps]
+    keys = [
+        RunKey(count, grad.dtype, None if param is weight else param.dtype)
+        for count, grad, param, weight in zip(
+            counts, columns.grads, columns.params, columns.weights, strict=True
+        )
+    ]
+    kinds = dict.fromkeys(keys)
+    if len(kinds) > 1:  # in most models such parameters alternate
+        places = {kind: place for place, kind in enumerate(kinds)}
+        order = sorted(range(len(keys)), key=lambda index: places[keys[index]])
+        columns, keys = columns.take(order), [keys[index] for index in order]
     known = {count: _correct(count, group) for count in set(counts)}
-    for count, run in _runs(columns, counts):
-        _update_run(run, known[count], group, inverse)
+    for key, run in _runs(columns, keys):
+        _update_run(run, key, known[key.taken], group, inverse)
 
 
 def _correct(count: float, group: Mapping[str, Any]) -> Corrections:
@@ -133,57 +141,80 @@ def _correct(count: float, group: Mapping[str, Any]) -> Corrections:
     return Corrections(size, (1 - beta2**count) ** 0.5)
 
 
-def _runs(columns: Columns, counts: Sequence[float]) -> Iterator[tuple[float, Columns]]:
-    """Return runs of tensors of one count of steps, and large tensors in pieces."""
+def _runs(columns: Columns, keys: Sequence[RunKey]) -> Iterator[tuple[RunKey, Columns]]:
+    """Return runs of tensors that have one key, and large tensors in pieces."""
     limit = _PIECE * torch.get_num_threads()
     start, length = 0, 0
     for index, size in enumerate(map(torch.Tensor.numel, columns.weights)):
         is_large = size > limit
         if start < index and (
-            is_large or length + size > limit or counts[index] != counts[start]
+            is_large or length + size > limit or keys[index] != keys[start]
         ):
-            yield counts[start], columns.cut(start, index)
+            yield keys[start], columns.cut(start, index)
             start, length = index, 0
         length += size
         if is_large and _is_dense(columns, index):
             for piece in columns.split(index, limit):
-                yield counts[index], piece
+                yield keys[index], piece
             start, length = index + 1, 0
-    if start < len(counts):
-        yield counts[start], columns.cut(start, len(counts))
+    if start < len(keys):
+        yield keys[start], columns.cut(start, len(keys))
 
 
 def _is_dense(columns: Columns, index: int) -> bool:
     """Whether all tensors of a parameter can be cut into pieces alike."""
-    tensors = [column[index] for column in columns if column]
-    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    return all(kind[index].is_contiguous() for kind in columns if kind)
+
+
+def _update_run(
+    run: Columns,
+    key: RunKey,
+    known: Corrections,
+    group: Mapping[str, Any],
+    inverse: float | None,
+) -> None:
+    """Update tensors of one key."""
+    dtype = run.weights[0].dtype
+    elements = sum(map(torch.Tensor.numel, run.weights))
+    if len(run.weights) > 1 and elements < _SMALL * len(run.weights):
+        flat = _flatten(run)
+        _update_tensors(flat, _unscale(flat.grads, dtype, inverse), known, group)
+        _write(flat, run, key.rounded)
+        return
+    grads = _unscale(run.grads, dtype, inverse)
+    memory = _update_tensors(run, grads, known, group)
+    if key.rounded is not None:
+        largest = torch.finfo(key.rounded).max  # as `write_weight` limits them
+        for half, weight, limited in zip(run.params, run.weights, memory, strict=True):
+            half.copy_(torch.clamp(weight, -largest, largest, out=limited))
 
 
 def _unscale(
     grads: Tensors, dtype: torch.dtype, inverse: float | None
 ) -> Sequence[torch.Tensor]:
     """Return gradients in a dtype, unscaled; they are left as they are."""
-    present = set(map(_dtype_of, grads))
-    if present == {dtype}:
-        return grads if inverse is None else ti.foreach_mul(grads, inverse)
-    are_small = sum(map(torch.Tensor.numel, grads)) < _SMALL * len(grads)
-    if inverse is not None and are_small and len(present) == 1:
-        # One cast and one product for all of them take half the time.
-        flat = ti.flatten(grads).to(dtype).mul_(inverse)
-        return ti.unflatten(flat, grads)
-    wide = [grad.to(dtype) for grad in grads]
-    return wide if inverse is None else ti.foreach_mul(wide, inverse)
+    if grads[0].dtype != dtype:
+        grads = [grad.to(dtype) for grad in grads]
+    return grads if inverse is None else ti.foreach_mul(grads, inverse)
 
 
-def _update_run(
-    run: Columns, known: Corrections, group: Mapping[str, Any], inverse: float | None
-) -> None:
-    """Update tensors of one count of steps."""
+def _update_tensors(
+    run: Columns,
+    grads: Sequence[torch.Tensor],
+    known: Corrections,
+    group: Mapping[str, Any],
+) -> Sequence[torch.Tensor]:
+    """Update weights and moments; return tensors of their shapes that may be changed.
+
+    Args:
+        run: The tensors.
+        grads: Their gradients, unscaled.
+        known: What the count of steps decides.
+        group: The settings.
+    """
     weights, means, squares = run.weights, run.means, run.squares
     decay = group["weight_decay"]
     beta1, beta2 = group["betas"]
-    dtype = weights[0].dtype
-    grads = _unscale(run.grads, dtype, inverse)
     if group["maximize"]:
         grads = ti.foreach_neg(grads)
     if decay != 0 and group["decoupled_weight_decay"]:
@@ -199,40 +230,28 @@ def _update_run(
     ti.foreach_div_(divisors, known.root)
     ti.foreach_add_(divisors, group["eps"])
     ti.foreach_addcdiv_(weights, means, divisors, known.size)
-    with_master = [
-        (half, weight, divisor)
-        for half, weight, divisor in zip(run.halves, weights, divisors, strict=True)
-        if half is not None
-    ]
-    if with_master:
-        _write_halves(*map(list, zip(*with_master, strict=True)))
+    return divisors
 
 
-def _write_halves(halves: Tensors, weights: Tensors, memory: Tensors) -> None:
-    """Round weights to their half-precision parameters, as `write_weight` does.
+def _flatten(run: Columns) -> Columns:
+    """Return a copy of a run: of each kind, one tensor of one dimension."""
+    copied = run._replace(params=[])
+    return Columns(*([ti.flatten(kind)] if kind else [] for kind in copied))
+
+
+def _write(flat: Columns, run: Columns, rounded: torch.dtype | None) -> None:
+    """Write an updated copy back, and round masters to their parameters.
 
     Args:
-        halves: The parameters.
-        weights: Their masters.
-        memory: As many tensors of the same shapes, to write to.
+        flat: The copy.
+        run: What it was made of.
+        rounded: The dtype of the parameters of masters, if there are masters.
     """
-    are_small = sum(map(torch.Tensor.numel, weights)) < _SMALL * len(weights)
-    if are_small and _all_fit(halves, weights):
-        ti.foreach_copy_(halves, weights)
-        return
-    for half, weight, limited in zip(halves, weights, memory, strict=True):
-        largest = torch.finfo(half.dtype).max
-        half.copy_(torch.clamp(weight, -largest, largest, out=limited))
-
-
-def _all_fit(halves: Tensors, weights: Tensors) -> bool:
-    """Whether all weights are in the range of their parameters; False for NaN.
-
-    One check of all takes less time than limiting each of many small tensors.
-    """
-    largest = min(torch.finfo(dtype).max for dtype in set(map(_dtype_of, halves)))
-    flat = ti.flatten(weights)
-    if not flat.numel():
-        return True
-    low, high = flat.aminmax()
-    return -largest <= low.item() and high.item() <= largest
+    kept = flat._replace(grads=[])
+    for copies, kind in zip(kept, run, strict=True):
+        for copy in copies:
+            ti.foreach_copy_(kind, ti.unflatten(copy, kind))
+    if rounded is not None:
+        largest = torch.finfo(rounded).max  # as `write_weight` limits them
+        halves = flat.weights[0].clamp_(-largest, largest).to(rounded)
+        ti.foreach_copy_(run.params, ti.unflatten(halves, run.params))
