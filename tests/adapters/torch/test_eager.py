@@ -1,5 +1,6 @@
 """Summaries by torch's own operations: the cases of the kernels, against NumPy."""
 
+import itertools
 import math
 
 import numpy as np
@@ -82,6 +83,13 @@ class Combined(Eager):
 PARAMETERS = [pytest.param(case, id=case.name) for case in CASES]
 
 
+KINDS = (
+    [torch.float32],
+    [torch.float16],
+    [torch.float32, torch.float16, torch.bfloat16],
+)
+
+
 @pytest.fixture(params=[0, host.FLAT_ELEMENTS], ids=["each_tensor", "one_copy"])
 def flat_elements(request, monkeypatch):
     """Read every gradient by itself, or copy small ones to one tensor first."""
@@ -95,7 +103,8 @@ def test_the_hosts_way_is_what_numpy_says(case):
 
 
 @pytest.mark.usefixtures("flat_elements")
-def test_the_host_finds_the_tensors_that_are_not_finite():
+@pytest.mark.parametrize("dtypes", KINDS, ids=["float32", "float16", "mixed"])
+def test_the_host_finds_the_tensors_that_are_not_finite(dtypes):
     rng = np.random.default_rng(0)
     values = [0.5, math.inf, -math.inf, math.nan]
     for _ in range(300):
@@ -107,7 +116,8 @@ def test_the_host_finds_the_tensors_that_are_not_finite():
             math.nan if np.isnan(array).any() else float(np.abs(array).max())
             for array in arrays
         ]
-        gradients = [torch.from_numpy(array) for array in arrays]
+        kinds = zip(arrays, itertools.cycle(dtypes))  # noqa: B905
+        gradients = [torch.from_numpy(array).to(dtype) for array, dtype in kinds]
         layout = host.HostLayout(gradients, [math.inf] * len(gradients))
         result = host.measure(gradients, 2.0, 0.5, InspectionRequest(), layout)
         if np.isfinite(expected).all():

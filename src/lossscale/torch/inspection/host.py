@@ -79,7 +79,11 @@ class HostLayout:
         )
         """Whether one foreach operation can take all of them."""
         self.is_float32 = self.is_plain and torch.float32 in dtypes
-        self.is_small = self.is_float32 and sum(counts) <= FLAT_ELEMENTS
+        self.is_small = (
+            all(counts)
+            and dtypes.issubset((torch.float32, *NARROW))
+            and sum(counts) <= FLAT_ELEMENTS
+        )
         self._rows = _group_by_row(grads) if self.is_small else None
         self._order: list[int] | None = None
         """Which gradient each stretch of the copy is, if their order is another."""
@@ -97,8 +101,8 @@ class HostLayout:
     ) -> tuple[float, list[float] | None, Callable[[], list[float]] | None]:
         """Return the norm of small gradients; if it is not finite, which are not.
 
-        They are copied to one tensor first. A view of each, which `flatten` makes,
-        takes four times as long as its copy.
+        They are copied to one tensor first, of float32 if their dtypes differ. A view
+        of each, which `flatten` makes, takes four times as long as its copy.
 
         Args:
             grads: The gradients.
@@ -112,7 +116,7 @@ class HostLayout:
             copy = torch.cat(grads)
         else:
             copy = flatten([torch.cat([grads[index] for index in row]) for row in rows])
-        # float32 numbers have finite squares in float64.
+        # Numbers of these dtypes have finite squares in float64.
         norm: float = torch.linalg.vector_norm(copy, dtype=torch.float64).item()
         if math.isfinite(norm):
             return norm, None, None
@@ -128,7 +132,7 @@ class HostLayout:
         indices = torch.searchsorted(self._ends, positions, right=True)
         amaxes = torch.zeros(len(self._ends), device="cpu")
         # NaN is the largest.
-        amaxes.scatter_reduce_(0, indices, flat[positions].abs(), "amax")
+        amaxes.scatter_reduce_(0, indices, flat[positions].abs().float(), "amax")
         kinds: list[float] = amaxes.tolist()
         if self._order is None:
             return kinds
@@ -216,15 +220,15 @@ def make_number(value: float) -> torch.Tensor:
 
 
 def _group_by_row(grads: list[torch.Tensor]) -> list[list[int]] | None:
-    """Return which gradients have rows of one shape, and can be copied by one call.
+    """Return which gradients have rows of one kind, and can be copied by one call.
 
     `None` if that would take too many calls.
     """
-    groups: dict[torch.Size, list[int]] = {}
+    groups: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
     for index, grad in enumerate(grads):
         if grad.dim() == 0:
             return None
-        groups.setdefault(grad.shape[1:], []).append(index)
+        groups.setdefault((grad.dtype, grad.shape[1:]), []).append(index)
     if len(groups) > 1 + len(grads) // 16:  # a call takes as long as ten views
         return None
     return list(groups.values())
