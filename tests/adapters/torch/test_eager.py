@@ -116,7 +116,7 @@ def test_the_host_finds_the_tensors_that_are_not_finite(dtypes):
             math.nan if np.isnan(array).any() else float(np.abs(array).max())
             for array in arrays
         ]
-        kinds = zip(arrays, itertools.cycle(dtypes))  # noqa: B905
+        kinds = zip(arrays, itertools.cycle(dtypes))
         gradients = [torch.from_numpy(array).to(dtype) for array, dtype in kinds]
         layout = host.HostLayout(gradients, [math.inf] * len(gradients))
         result = host.measure(gradients, 2.0, 0.5, InspectionRequest(), layout)
