@@ -19,10 +19,9 @@ contender's, the median over turns. On a CPU our AdamW is compared with torch's 
     python benchmarks/torch_optim.py cpu OUT.csv
     python benchmarks/torch_optim.py rehearse OUT.csv
 
-A case that fails on the GPU is a row that says so, and the next one is measured. The
-last quarter of the time belongs to `torch_quality.py`, whose rows go to the file
-OUT.quality.csv. `rehearse` runs the whole of it on tiny models without a GPU,
-to try the program; its times mean nothing.
+A case that fails on the GPU is a row that says so, and the next one is measured; no
+case is started when the time is spent. `rehearse` runs the whole of it on tiny models
+without a GPU, to try the program; its times mean nothing.
 
 On a CPU a time is the processor's, with one thread. There the update alone is compared,
 for 10, 150 and 2,000 tensors of 64 numbers and for large ones: torch's foreach AdamW;
@@ -46,7 +45,6 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import torch_quality  # noqa: E402
 from machine import describe  # noqa: E402
 from torch_gpt import GPT, Shape  # noqa: E402
 from torch_step import CASES, captured  # noqa: E402
@@ -358,16 +356,15 @@ TINY = {
     "XL": [(64, 16)] * 3,
     **{name: Shape(2, 16, 2, 1, 8, 31) for name in MODELS},
 }
-TINY_QUALITY = torch_quality.Size(Shape(1, 16, 2, 2, 8, 256), 12, 1e-3)
 
 
-def measure_everything(table, path, seconds, *, tiny: bool) -> None:
-    """Measure all cases for which there is time, and the quality at the end."""
+def measure_everything(table, seconds, *, tiny: bool) -> None:
+    """Measure all cases for which there is time."""
     begin = time.perf_counter()
     cases = TINY if tiny else CASES["cuda"] | MODELS
     for work, name in ORDER:
         spent = time.perf_counter() - begin
-        if spent > 0.7 * seconds:
+        if spent > seconds:
             error = TimeoutError(f"left out, {spent:.0f} seconds are spent")
             table.fail(name, work, error)
             continue
@@ -379,10 +376,6 @@ def measure_everything(table, path, seconds, *, tiny: bool) -> None:
         if table.device == "cuda":
             with suppress(RuntimeError):  # an error of a kernel is reported again
                 torch.cuda.empty_cache()
-    left = seconds - (time.perf_counter() - begin)
-    size = TINY_QUALITY if tiny else torch_quality.SIZES[table.device]
-    quality = path.with_suffix(".quality.csv")
-    torch_quality.measure_all(table.device, quality, left, size)
     print(f"{time.perf_counter() - begin:.0f} seconds")
 
 
@@ -458,7 +451,7 @@ def main(work: str, path: Path, seconds: float) -> None:
         if work == "cpu":
             measure_on_cpu(table)
         else:
-            measure_everything(table, path, seconds, tiny=work == "rehearse")
+            measure_everything(table, seconds, tiny=work == "rehearse")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,9 @@ check() {
 check kernels 30 python tests/kernels/gpu_cases.py cuda
 check optimizers 30 python tests/kernels/optim_cases.py cuda
 check captured_step 30 python examples/recipes/captured_step.py
-check scaler 30 python -m pytest -q tests/adapters/torch/test_cuda.py
+check policies 30 python tests/kernels/policy_cases.py cuda
+check statistics 30 python tests/kernels/statistics_cases.py cuda
+check scaler 30 python -m pytest -q --noconftest tests/adapters/torch/test_cuda.py
 check ranks 30 python tests/distributed/gpu_cases.py
 check packages 30 python tests/ecosystem/gpu_cases.py
 for process in "${checks[@]}"; do

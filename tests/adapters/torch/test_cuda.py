@@ -263,3 +263,61 @@ def test_the_largest_magnitude_comes_with_the_read():
     scaler.step(optimizer)
     scaler.update()
     assert (4.0, 5.0) == (scaler.last_step.amax, scaler.last_step.norm)
+
+
+class Product(torch.nn.Module):
+    """Overflows in a product, after layers that keep statistics and draw numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(16, 64)
+        self.norm = torch.nn.BatchNorm1d(64)
+        self.drop = torch.nn.Dropout(0.5)
+        self.down = torch.nn.Linear(64, 16)
+
+    def forward(self, x):
+        return self.down(self.drop(self.norm(self.up(x))) * 65504.0)
+
+
+def test_explain_names_the_operation_and_puts_everything_back():
+    torch.manual_seed(0)
+    model = Product().cuda()
+    scaler = GradScaler("cuda", module=model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batch = torch.randn(64, 16, device="cuda")
+    for _ in range(2):
+
+        def backward():
+            with torch.autocast("cuda", torch.float16):
+                loss = model(batch).float().pow(2).mean()
+            scaler.scale(loss).backward()
+
+        optimizer.zero_grad()
+        backward()
+        scaler.step(optimizer)
+        scaler.update()
+    before = [value.clone() for value in model.state_dict().values()]
+    random_state = torch.cuda.get_rng_state()
+    scale = scaler.get_scale()
+    found = scaler.explain(backward)
+    assert ("mul", "overflow") == (found.first.operation, found.first.origin)
+    assert "float16" == found.first.dtype
+    assert not found.loss_finite
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert torch.equal(random_state, torch.cuda.get_rng_state())
+    assert scale == scaler.get_scale()
+
+
+def test_explain_finds_a_scale_that_helps():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 1)).cuda()
+    scaler = GradScaler("cuda", init_scale=2.0**24, module=model)
+    batch = torch.randn(4, 16, device="cuda")
+
+    def backward():
+        with torch.autocast("cuda", torch.float16):
+            loss = model(batch).float().mean()
+        scaler.scale(loss).backward()
+
+    found = scaler.explain(backward)
+    assert found.loss_finite
+    assert found.lower_scale_helps
