@@ -62,6 +62,8 @@ UPDATE = {
     "held_by_loss_pointer": "*fp32",
     "loss_pointer": "*fp32",
     "summary": "*fp32",
+    "copy": "*fp32",
+    "length": "i32",
     "settings": "*fp64",
     "growth_threshold": "i32",
     "good_after_growth": "i32",
@@ -190,6 +192,7 @@ def test_an_update_compiles_into_straight_line_code(number):
         multiplies_in_float64=wide,
         may_be_held_by_loss=check_loss,
         notes_loss=check_loss,
+        copies=False,
         moves=True,
         **chosen._asdict(),
     )
@@ -210,10 +213,32 @@ def test_an_update_of_a_fixed_scale_leaves_the_scale_alone():
         multiplies_in_float64=False,
         may_be_held_by_loss=False,
         notes_loss=False,
+        copies=False,
         moves=False,
         **switches,
     )
     assert 3 == len(re.findall(r"st\.global", text))
+
+
+def test_an_update_that_copies_the_summary_writes_it_after_the_loss():
+    text = ptx(
+        scale_update.update_scale,
+        UPDATE,
+        90,
+        skipped_at=0,
+        too_large_at=8,
+        multiplies_in_float64=False,
+        may_be_held_by_loss=False,
+        notes_loss=True,
+        copies=True,
+        moves=False,
+        **dict.fromkeys(Switches._fields, False),
+    )
+    before, barrier, after = text.partition("bar.sync")
+    assert barrier
+    assert 4 == len(re.findall(r"st\.global", before))  # three counters and the loss
+    assert re.search(r"ld\.global", after)
+    assert re.search(r"st\.global", after)
 
 
 def test_subnormal_numbers_are_kept_and_quotients_are_exact():

@@ -17,8 +17,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 import lossscale.torch as ls  # noqa: E402
 from kernels import gpu_cases  # noqa: E402
 from lossscale import Dynamic, presets  # noqa: E402
+from lossscale.core.policies import Switches  # noqa: E402
 from lossscale.torch.inspection import kernel_backend  # noqa: E402
-from lossscale.torch.inspection.kernels import launch  # noqa: E402
+from lossscale.torch.inspection.kernels import launch, scale_update  # noqa: E402
+from lossscale.torch.inspection.summary import LOSS  # noqa: E402
 
 STEPS = 9
 BAD = {2: math.inf, 5: math.nan, 6: -math.inf}
@@ -319,3 +321,26 @@ def test_float16_and_bfloat16_gradients_are_unscaled_the_same_way(monkeypatch):
     one = run()
     monkeypatch.setattr(kernel_backend, "is_interpreted", lambda: False)
     torch.testing.assert_close(run(), one, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("length", [10, 1024, 1025, 2100])
+def test_the_update_copies_the_whole_summary_with_its_note_about_the_loss(length):
+    summary = torch.arange(float(length))
+    copy = torch.full((length + 1,), -7.0)
+    number, counts = torch.zeros(()), torch.zeros(3, dtype=torch.int32)
+    scale_update.update_scale[(1,)](
+        *(number, counts, counts, counts, summary, number),
+        *(torch.tensor(math.inf), summary, copy, length),
+        *(torch.zeros(4, dtype=torch.float64), 1, 0, 1),
+        skipped_at=0,
+        too_large_at=0,
+        multiplies_in_float64=False,
+        may_be_held_by_loss=False,
+        notes_loss=True,
+        copies=True,
+        moves=False,
+        **dict.fromkeys(Switches._fields, False),
+    )
+    assert 1.0 == summary[LOSS]
+    assert torch.equal(summary, copy[:-1])
+    assert -7.0 == copy[-1]

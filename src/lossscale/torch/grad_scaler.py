@@ -933,6 +933,9 @@ class GradScaler(torch.amp.GradScaler):
         else:
             flags = outcome.device_outcome(iteration, outcomes, scale.device)
             tensors = self._state.tensors(scale, growth_tracker, self._scale_update)
+            if flags.summary is not None and update.can_copy(tensors):
+                copy = outcomes[0].summary.take_copy(self._pool)
+                flags = flags._replace(copy=copy)
             update.advance_tensors(
                 tensors,
                 flags,

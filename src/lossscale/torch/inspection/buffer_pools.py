@@ -17,12 +17,12 @@ from lossscale.torch.devices import current_stream
 _BLOCK = 32
 
 _ALIGNED = 128
-"""So many float32 numbers from one buffer to the next keep each of them aligned as an
+"""So many numbers from one buffer to the next keep each of them aligned as an
 allocation of its own is, which compiled kernels count on."""
 
 
 class PinnedPool:
-    """Hands out pinned host buffers of one dtype, for asynchronous copies."""
+    """Hands out pinned host buffers of one dtype, for copies without a wait."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self._dtype = dtype
@@ -33,9 +33,9 @@ class PinnedPool:
         free = self._free.get(length)
         if not free:
             block = torch.empty(
-                (_BLOCK, length), dtype=self._dtype, device="cpu", pin_memory=True
+                _shape_of(length), dtype=self._dtype, device="cpu", pin_memory=True
             )
-            free = self._free[length] = list(block.unbind())
+            free = self._free[length] = list(block[:, :length].unbind())
         return free.pop()
 
 
@@ -52,9 +52,15 @@ class DevicePool:
         stream = current_stream(self._device)
         free = self._free.get(stream)
         if not free:
-            shape = _BLOCK, -(-self._length // _ALIGNED) * _ALIGNED
-            block = torch.empty(shape, dtype=torch.float32, device=self._device)
+            block = torch.empty(
+                _shape_of(self._length), dtype=torch.float32, device=self._device
+            )
             # `data`, not views: torch would count writes to one as writes to all.
             rows = block[:, : self._length].unbind()
             free = self._free[stream] = [row.data for row in rows]
         return free.pop()
+
+
+def _shape_of(length: int) -> tuple[int, int]:
+    """Return the shape of a block of buffers."""
+    return _BLOCK, -(-length // _ALIGNED) * _ALIGNED

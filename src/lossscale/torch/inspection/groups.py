@@ -186,7 +186,9 @@ class GradientGroups:
         for group in self.groups:
             group_grads = self._select(group, grads)
             if group.kernels is not None:
-                number = gradient_scale.tensor.to(group.device, non_blocking=True)
+                number = gradient_scale.tensor
+                if number.device != group.device:
+                    number = number.to(group.device, non_blocking=True)
                 inverted = gradient_scale.scale is None
                 buffer = group.kernels.measure(
                     group_grads, number, group_request, inverted=inverted

@@ -178,18 +178,31 @@ class GradientSummary:
             return True
         return self._event is not None or self.numbers.device.type != "cuda"
 
-    def publish(self, pool: PinnedPool) -> None:
-        """Start a copy to the host.
+    def take_copy(self, pool: PinnedPool) -> torch.Tensor | None:
+        """Return pinned memory for a kernel to copy the numbers to, before `publish`.
 
-        There is none in a CUDA graph: the buffer itself is read when asked for.
+        Returns:
+            `None` where there is nothing to copy. So it is in a CUDA graph: the buffer
+            itself is read when asked for.
         """
         numbers = self.numbers
         if isinstance(numbers, list) or numbers.device.type != "cuda":
-            return
+            return None
         if is_capturing(numbers.device):
-            return
+            return None
         self._copy = pool.take(numbers.shape[0])
-        self._copy.copy_(numbers, non_blocking=True)
+        return self._copy
+
+    def publish(self, pool: PinnedPool) -> None:
+        """Start a copy to the host, unless a kernel makes it; note when it arrives."""
+        numbers = self.numbers
+        if isinstance(numbers, list):
+            return
+        if self._copy is None:
+            copy = self.take_copy(pool)
+            if copy is None:
+                return
+            copy.copy_(numbers, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record(current_stream(numbers.device))
 

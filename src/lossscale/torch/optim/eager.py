@@ -159,12 +159,17 @@ def choose_foreach(
     """Return torch's argument: `True` for many small tensors of a CPU.
 
     torch chooses a loop over the tensors there, whatever their sizes. For float32 and
-    float64 both give the same bits.
+    float64 both give the same bits. `False`, that loop, if a tensor is there twice.
     """
     chosen: bool | None = group["foreach"]
     numbers = (group["lr"], *group.get("betas", ()))
-    if chosen is not None or group["fused"] or any(map(torch.is_tensor, numbers)):
+    if chosen is not None or group["fused"]:
         return chosen
+    if has_duplicates(weights):
+        # A foreach operation of a GPU updates both at the same time.
+        return False
+    if any(map(torch.is_tensor, numbers)):
+        return None
     are_plain = all(
         type(weight) in (torch.Tensor, torch.nn.Parameter)
         and weight.is_cpu
@@ -172,6 +177,6 @@ def choose_foreach(
         for weight in weights
     )
     elements = sum(weight.numel() for weight in weights)
-    is_small = elements < _SMALL * len(weights) and not has_duplicates(weights)
+    is_small = elements < _SMALL * len(weights)
     # Otherwise torch chooses by itself: for a GPU it takes the foreach step.
     return True if are_plain and is_small else None

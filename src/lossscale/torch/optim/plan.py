@@ -21,6 +21,7 @@ from lossscale.torch.devices import is_capturing
 from lossscale.torch.distributed.dtensor import as_dtensor, local_shard
 from lossscale.torch.inspection import kernel_backend
 from lossscale.torch.inspection.layout_cache import layout_of
+from lossscale.torch.optim.identity import are_identical
 from lossscale.torch.optim.kept_tensors import KeptTensors
 from lossscale.torch.optim.measurement import UpdateMeasurement, describe_weight
 from lossscale.torch.torch_internals import all_addresses_equal
@@ -140,8 +141,7 @@ class StepPlan:
             if sum(map(operator.is_, grads, repeat(None))) != missing:
                 return False
         return (
-            len(params) == len(self._params)
-            and all(map(operator.is_, params, self._params))
+            are_identical(params, self._params)
             and all(map(operator.is_not, present, repeat(None)))
             and self._keys == _keys_of(optimizer)
             and self._layout.check(*present)  # type: ignore[arg-type]

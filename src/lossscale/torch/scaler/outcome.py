@@ -174,6 +174,10 @@ def _merge_losses(
     """Return one number that is finite if all losses on the device are."""
     if not losses:
         return None
+    first = losses[0]
+    is_flat = first.dim() == 0 and first.dtype is torch.float32
+    if len(losses) == 1 and is_flat and first.device == device:
+        return first
     flat = [
         loss.reshape(()).to(device, torch.float32, non_blocking=True) for loss in losses
     ]

@@ -80,6 +80,8 @@ class StepOutcome(NamedTuple):
     report."""
     summary: torch.Tensor | None = None
     """The summary that notes whether it is not finite."""
+    copy: torch.Tensor | None = None
+    """Pinned memory of the host, to which the kernel copies that summary."""
 
 
 class HostOutcome(NamedTuple):
@@ -180,6 +182,10 @@ class ScaleUpdate:
 
     # -- on tensors --------------------------------------------------------------------
 
+    def can_copy(self, tensors: StateTensors) -> bool:
+        """Whether the kernel that advances the state copies a summary to the host."""
+        return self.is_builtin and tensors.settings is not None
+
     def advance_tensors(
         self,
         tensors: StateTensors,
@@ -193,7 +199,7 @@ class ScaleUpdate:
             outcome: What happened.
             measurements: Returns a summary, for a policy that reads more than flags.
         """
-        if self.is_builtin and tensors.settings is not None:
+        if self.can_copy(tensors):
             self._launch(tensors, outcome)
             return
         measured = measurements()
@@ -245,7 +251,8 @@ class ScaleUpdate:
         device = tensors.scale.device
         moves = isinstance(self.policy, Dynamic)
         held = outcome.loss_nonfinite if self.checks_loss else None
-        loss = outcome.raw_loss
+        loss, copy = outcome.raw_loss, outcome.copy
+        summary = outcome.flags if outcome.summary is None else outcome.summary
         with device_context(device):
             self._launcher_on(device).launch(
                 scale_update.update_scale,
@@ -256,7 +263,9 @@ class ScaleUpdate:
                     # Pointers that are not used may be any.
                     outcome.flags if held is None else held,
                     outcome.flags if loss is None else loss,
-                    outcome.flags if outcome.summary is None else outcome.summary,
+                    summary,
+                    outcome.flags if copy is None else copy,
+                    summary.shape[0],
                     tensors.settings,
                     self._settings.growth_threshold,
                     self._settings.good_after_growth,
@@ -268,6 +277,7 @@ class ScaleUpdate:
                     self._in_float64,
                     held is not None,
                     loss is not None,
+                    copy is not None,
                     moves,
                     *self._switches,
                 ),

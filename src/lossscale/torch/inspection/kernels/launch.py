@@ -22,6 +22,7 @@ import triton.language as tl
 from lossscale.torch.devices import device_context, is_capturing
 from lossscale.torch.inspection.buffer_pools import DevicePool, PinnedPool
 from lossscale.torch.inspection.kernels import read, summarize
+from lossscale.torch.inspection.kernels.driver import prepare_launch
 from lossscale.torch.inspection.request import LIMITS, InspectionRequest
 from lossscale.torch.inspection.summary import HEADER
 from lossscale.torch.torch_internals import (
@@ -87,7 +88,7 @@ class KernelLauncher:
             *arguments, *constants, num_warps=WARPS, enable_fp_fusion=fuses
         )
         if result is not None:  # the interpreter compiles nothing
-            self._compiled[key] = CompiledKernel(result)
+            self._compiled[key] = CompiledKernel(result, len(arguments))
 
     def has_compiled(self, kernel: Kernel, constants: tuple[object, ...]) -> bool:
         """Whether a kernel was launched with these constants before."""
@@ -99,12 +100,21 @@ class CompiledKernel:
 
     Triton's own launch asks for the device, its stream and the hooks of profilers in
     Python, and of every tensor where it is: several times what the launch itself takes.
+    It is left to Triton for a profiler, and where the driver does not accept it: Triton
+    then raises with the reason.
     """
 
-    def __init__(self, compiled: Any) -> None:
+    def __init__(self, compiled: Any, count: int) -> None:
+        """Prepare the next launches.
+
+        Args:
+            compiled: Triton's compiled kernel.
+            count: How many arguments it has before its compile-time constants.
+        """
         self._compiled = compiled
         self._run: Callable[..., None] = compiled.run
         self._first = compiled.function, compiled.packed_metadata, None, None, None
+        self._by_driver = prepare_launch(compiled, count)
 
     def launch(
         self,
@@ -118,11 +128,15 @@ class CompiledKernel:
             argument.data_ptr() if type(argument) is torch.Tensor else argument
             for argument in arguments
         ]
-        if current_raw_stream is None or _is_profiled():
-            self._compiled[programs, 1, 1](*addresses, *constants)
-            return
-        stream = current_raw_stream(current_cuda_device())
-        self._run(programs, 1, 1, stream, *self._first, *addresses, *constants)
+        if current_raw_stream is not None and not _is_profiled():
+            stream = current_raw_stream(current_cuda_device())
+            by_driver = self._by_driver
+            if by_driver is None:
+                self._run(programs, 1, 1, stream, *self._first, *addresses, *constants)
+                return
+            if by_driver.launch(programs, stream, addresses):
+                return
+        self._compiled[programs, 1, 1](*addresses, *constants)
 
 
 def _is_profiled() -> bool:

@@ -14,6 +14,7 @@ from lossscale.torch.inspection.summary import LOSS
 _rule = transition if triton.knobs.runtime.interpret else triton.jit(transition)
 
 _LOSS = tl.constexpr(LOSS)
+_LANES = tl.constexpr(1024)
 _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
@@ -40,6 +41,18 @@ def count_step(counters, skipped):
 
 
 @triton.jit
+def copy_numbers(source, target, length):
+    """Copy float32 numbers, of which this program may have written some."""
+    tl.debug_barrier()
+    lane = tl.arange(0, _LANES)
+    for start in range(0, length, _LANES):
+        mask = start + lane < length
+        numbers = tl.load(source + start + lane, mask=mask, other=0.0)
+        tl.store(target + start + lane, numbers, mask=mask)
+
+
+# Triton would compile the kernel for a length that is a multiple of 16.
+@triton.jit(do_not_specialize=["length"])
 def update_scale(
     scale_pointer,
     good_pointer,
@@ -49,6 +62,8 @@ def update_scale(
     held_by_loss_pointer,
     loss_pointer,
     summary,
+    copy,
+    length,
     settings,
     growth_threshold,
     good_after_growth,
@@ -58,6 +73,7 @@ def update_scale(
     multiplies_in_float64: tl.constexpr,
     may_be_held_by_loss: tl.constexpr,
     notes_loss: tl.constexpr,
+    copies: tl.constexpr,
     moves: tl.constexpr,
     backoff_divides: tl.constexpr,
     hold_at_min: tl.constexpr,
@@ -77,6 +93,9 @@ def update_scale(
             `may_be_held_by_loss`.
         loss_pointer: The loss before it was scaled, float32; read only if `notes_loss`.
         summary: Output: 1 if that loss is not finite, else 0, where a summary has it.
+        copy: Output: the whole summary, in pinned memory of the host; written only if
+            `copies`.
+        length: How many numbers the summary has.
         settings: The rule's growth factor, back-off, floor and cap, float64.
         growth_threshold: An argument of the rule.
         good_after_growth: An argument of the rule.
@@ -87,6 +106,7 @@ def update_scale(
         multiplies_in_float64: Multiply in float64 and round once, as torch does.
         may_be_held_by_loss: Whether the policy holds the scale on a non-finite loss.
         notes_loss: Whether to check the loss for the report.
+        copies: Whether to copy the summary to the host.
         moves: Whether the policy moves the scale at all.
         backoff_divides: A switch of the rule.
         hold_at_min: A switch of the rule.
@@ -142,3 +162,5 @@ def update_scale(
     if notes_loss:
         note_loss(loss_pointer, summary)
     count_step(counters, skipped)
+    if copies:
+        copy_numbers(summary, copy, length)

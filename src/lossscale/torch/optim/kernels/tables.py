@@ -26,7 +26,7 @@ from lossscale.torch.optim.kernels.host_copies import make_tensor
 from lossscale.torch.optim.kernels.memory import COLUMNS, SCALARS, SUMS
 from lossscale.torch.optim.kernels.settings import Settings, host_rate
 
-BLOCK = 2048
+BLOCK = 1024
 """How many elements a chunk has."""
 ROWS = 256
 """How many parameters a program of `prepare_adam` takes."""
