@@ -153,6 +153,15 @@ class ScaleUpdate:
             self.growth_threshold = policy.settings.growth_threshold
             self._settings = self._find_settings(policy)
             self._switches = policy.switches
+        numbers = self._settings
+        self._whole_numbers = (
+            numbers.growth_threshold,
+            numbers.good_after_growth,
+            numbers.hysteresis,
+        )
+        """The settings that the kernel is given as arguments."""
+        self._moves = isinstance(policy, Dynamic), *self._switches
+        self._update_kernel: Kernel | None = None
         self._launchers: dict[torch.device, KernelLauncher] = {}
         self._kernels: dict[tuple[bool, bool], Kernel] = {}
         """Of a policy that is not built in, by what it can read."""
@@ -246,16 +255,19 @@ class ScaleUpdate:
 
     def _launch(self, tensors: StateTensors, outcome: StepOutcome) -> None:
         """Advance the state by one kernel."""
-        from lossscale.torch.inspection.kernels import scale_update  # noqa: PLC0415
+        kernel, device = self._update_kernel, tensors.scale.device
+        if kernel is None:
+            from lossscale.torch.inspection.kernels import (  # noqa: PLC0415
+                scale_update,
+            )
 
-        device = tensors.scale.device
-        moves = isinstance(self.policy, Dynamic)
+            kernel = self._update_kernel = scale_update.update_scale
         held = outcome.loss_nonfinite if self.checks_loss else None
         loss, copy = outcome.raw_loss, outcome.copy
         summary = outcome.flags if outcome.summary is None else outcome.summary
         with device_context(device):
             self._launcher_on(device).launch(
-                scale_update.update_scale,
+                kernel,
                 1,
                 (
                     *tensors[:4],
@@ -267,9 +279,7 @@ class ScaleUpdate:
                     outcome.flags if copy is None else copy,
                     summary.shape[0],
                     tensors.settings,
-                    self._settings.growth_threshold,
-                    self._settings.good_after_growth,
-                    self._settings.hysteresis,
+                    *self._whole_numbers,
                 ),
                 (
                     outcome.skipped_at,
@@ -278,8 +288,7 @@ class ScaleUpdate:
                     held is not None,
                     loss is not None,
                     copy is not None,
-                    moves,
-                    *self._switches,
+                    *self._moves,
                 ),
             )
 
@@ -325,12 +334,13 @@ class ScaleUpdate:
 
     def _launcher_on(self, device: torch.device) -> "KernelLauncher":
         """Return the launcher of a device."""
-        from lossscale.torch.inspection.kernels.launch import (  # noqa: PLC0415
-            KernelLauncher,
-        )
-
         launcher = self._launchers.get(device)
         if launcher is None:
+            # An import takes microseconds also if the module is there already.
+            from lossscale.torch.inspection.kernels.launch import (  # noqa: PLC0415
+                KernelLauncher,
+            )
+
             launcher = self._launchers[device] = KernelLauncher()
         return launcher
 
