@@ -16,7 +16,9 @@ class Shape(NamedTuple):
     heads: int
     rows: int
     tokens: int
-    vocabulary: int = 50257
+    vocabulary: int = 50304
+    """GPT-2's 50,257 and some more, as in nanoGPT: to a multiple of 64. With 50,257 the
+    matrix products of the head take slow kernels."""
 
 
 class Block(nn.Module):

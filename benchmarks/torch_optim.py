@@ -8,8 +8,8 @@ In one run and in turns:
               float16 weights and masters; torch's fused AdamW alone, unscaled and not
               clipped; and our update alone, with its share of the memory's speed
     training  whole steps of GPTs, forward to update: torch's autocast, scaler, clipping
-              and fused AdamW; ours on float16 weights with masters, with normalisation
-              in float32 and in float16
+              and fused AdamW; the same without scaler and clipping; ours on float16
+              weights with masters, with normalisation in float32 and in float16
 
 each as it is and, on a GPU, captured in a CUDA graph. On a GPU a time is that between
 two CUDA events, the host's own time apart; a ratio is torch's time divided by the
@@ -126,7 +126,6 @@ def measure_phase(case, shapes, table) -> None:
     if device == "cuda":
         for call in (ours, masters):
             check_no_wait(call)
-        calls["our update, blocks of 1,024"] = update_in_blocks(wide, 1024)
         calls = {name: captured(call) for name, call in calls.items()}
     table.write(
         case,
@@ -140,17 +139,6 @@ def measure_phase(case, shapes, table) -> None:
 def our_update(params, **options):
     """Return our update alone, with options of the optimizer."""
     return optim.AdamW(params, 1e-9, **options).step
-
-
-def update_in_blocks(params, block):
-    """Return our update alone, with another number of elements for each program."""
-    from lossscale.torch.optim.kernels import tables
-
-    optimizer = optim.AdamW(params, 1e-9)
-    usual, tables.BLOCK = tables.BLOCK, block
-    optimizer.step()
-    tables.BLOCK = usual
-    return optimizer.step
 
 
 def check_no_wait(call) -> None:
@@ -168,6 +156,7 @@ def check_no_wait(call) -> None:
 MODELS = {
     "124 M, 1 x 256": Shape(12, 768, 12, 1, 256),
     "124 M, 8 x 1,024": Shape(12, 768, 12, 8, 1024),
+    "the same, 50,257 words": Shape(12, 768, 12, 8, 1024, 50257),
     "48 x 256, 1 x 128": Shape(48, 256, 4, 1, 128),
     "355 M, 1 x 256": Shape(24, 1024, 16, 1, 256),
     "355 M, 4 x 1,024": Shape(24, 1024, 16, 4, 1024),
@@ -179,7 +168,7 @@ def make_step(shape, kind, device, *, in_graph):
 
     Args:
         shape: The model and its batch.
-        kind: "torch", "masters", or "masters, float16 norms".
+        kind: One of `KINDS`.
         device: Where the model is.
         in_graph: Whether it will be captured, which torch's cache of casts is not for.
     """
@@ -188,7 +177,7 @@ def make_step(shape, kind, device, *, in_graph):
         model = GPT(shape)
         tokens = torch.randint(shape.vocabulary, (shape.rows, shape.tokens + 1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
-    is_torchs = kind == "torch"
+    is_torchs, is_scaled = kind.startswith("torch"), kind != UNSCALED
     if is_torchs:
         optimizer = torch.optim.AdamW(
             model.parameters(), fused=True, capturable=device == "cuda"
@@ -197,7 +186,7 @@ def make_step(shape, kind, device, *, in_graph):
         to_float16(model, keep_normalisation=kind == "masters")
         optimizer = optim.AdamW(model.parameters(), master_weights=True)
     scaler = (torch.amp.GradScaler if is_torchs else GradScaler)(
-        device, init_scale=2.0**10, growth_interval=2**30
+        device, init_scale=2.0**10, growth_interval=2**30, enabled=is_scaled
     )
     params = list(model.parameters())
 
@@ -211,10 +200,10 @@ def make_step(shape, kind, device, *, in_graph):
                 model(inputs).flatten(0, 1).float(), targets
             )
         scaler.scale(loss).backward()
-        if is_torchs:
+        if is_torchs and is_scaled:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(params, CAP)
-        else:
+        elif is_scaled:
             scaler.clip_grad_norm_(optimizer, CAP)
         scaler.step(optimizer)
         scaler.update()
@@ -222,7 +211,8 @@ def make_step(shape, kind, device, *, in_graph):
     return step
 
 
-KINDS = ("torch", "masters", "masters, float16 norms")
+UNSCALED = "torch without scaler and clipping"
+KINDS = ("torch", UNSCALED, "masters", "masters, float16 norms")
 
 
 def measure_training(name, shape, table) -> None:
@@ -325,7 +315,7 @@ class Table:
             row = [case, work, name, *numbers, against, f"{ratio:.3f}", size, share]
             self._writer.writerow([*row, *self._facts.values()])
             self._file.flush()
-            text = f"{case:17} {work:20} {name:27} {middle:8.3f} ms, host {host:7.3f}"
+            text = f"{case:17} {work:20} {name:33} {middle:8.3f} ms, host {host:7.3f}"
             more = f", {size} MB" if size else ""
             more += f", {float(share):.0%} of the memory's speed" if share else ""
             print(f"{text}, {against} / this {ratio:6.2f}{more}", flush=True)
@@ -341,6 +331,7 @@ ORDER = (
     ("training in a graph", "124 M, 1 x 256"),
     ("training in a graph", "48 x 256, 1 x 128"),
     ("training in a graph", "124 M, 8 x 1,024"),
+    ("training in a graph", "the same, 50,257 words"),
     ("training", "124 M, 1 x 256"),
     ("training", "48 x 256, 1 x 128"),
     ("training", "124 M, 8 x 1,024"),

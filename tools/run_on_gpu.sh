@@ -42,6 +42,7 @@ check optimizers 30 python tests/kernels/optim_cases.py cuda
 check captured_step 30 python examples/recipes/captured_step.py
 check policies 30 python tests/kernels/policy_cases.py cuda
 check statistics 30 python tests/kernels/statistics_cases.py cuda
+check faults 30 python tools/run_faults.py torch --device cuda --steps 4000 --jobs 6
 check scaler 30 python -m pytest -q --noconftest tests/adapters/torch/test_cuda.py
 check ranks 30 python tests/distributed/gpu_cases.py
 check packages 30 python tests/ecosystem/gpu_cases.py
@@ -50,12 +51,12 @@ for process in "${checks[@]}"; do
 done
 
 part host_time 10 python benchmarks/torch_host_time.py cuda "$folder" || failed=1
-part optim 28 python benchmarks/torch_optim.py cuda "$folder/torch_optim.cuda.csv" \
-  $((seconds * 27 / 100)) || failed=1
-part recording 6 python benchmarks/recording_step.py cuda \
+part optim 16 python benchmarks/torch_optim.py cuda "$folder/torch_optim.cuda.csv" \
+  $((seconds * 12 / 100)) || failed=1
+part recording 8 python benchmarks/recording_step.py cuda \
   "$folder/recording_step.cuda.csv" || failed=1
 part torch_step 8 python benchmarks/torch_step.py cuda "$folder" || failed=1
-part quality 11 python benchmarks/torch_quality.py cuda \
-  "$folder/torch_quality.cuda.csv" $((seconds * 10 / 100)) || failed=1
-part jax 8 python benchmarks/jax_step.py cuda "$folder" || failed=1
+part quality 16 python benchmarks/torch_quality.py cuda \
+  "$folder/torch_quality.cuda.csv" $((seconds * 14 / 100)) || failed=1
+part jax 12 python benchmarks/jax_step.py cuda "$folder" || failed=1
 exit "$failed"

@@ -1,4 +1,7 @@
-"""Faults in a loop of PyTorch: our scaler, and torch's own."""
+"""Faults in a loop of PyTorch: our scaler and torch's own, torch's optimizers and ours.
+
+The optimizers of `lossscale.torch.optim` also have weights in half precision.
+"""
 
 import io
 import math
@@ -20,7 +23,7 @@ from helpers.faults import (
 
 from lossscale.errors import CollapseWarning
 from lossscale.testing.torch import inject
-from lossscale.torch import GradScaler
+from lossscale.torch import GradScaler, optim
 
 CLASSES = {
     "SGD": (torch.optim.SGD, {}),
@@ -37,13 +40,38 @@ CLASSES = {
 }
 FUSED = {"SGD", "SGD momentum", "Adam", "Adam amsgrad", "AdamW", "Adagrad"}
 NOT_CAPTURABLE = {"SGD", "SGD momentum", "Adagrad"}
+MASTERS = {"master_weights": True}
+OURS = {
+    "our AdamW": (optim.AdamW, {}, torch.float32),
+    "our AdamW, float16": (optim.AdamW, {}, torch.float16),
+    "our AdamW, float16, masters": (optim.AdamW, MASTERS, torch.float16),
+    "our AdamW, bfloat16, masters": (optim.AdamW, MASTERS, torch.bfloat16),
+    "our AdamW, float16, masters, bfloat16 moments": (
+        optim.AdamW,
+        {**MASTERS, "moments_dtype": torch.bfloat16},
+        torch.float16,
+    ),
+    "our Adam amsgrad, float16, masters": (
+        optim.Adam,
+        {**MASTERS, "amsgrad": True, "weight_decay": 0.1},
+        torch.float16,
+    ),
+    "our SGD momentum": (optim.SGD, {"momentum": 0.9, "nesterov": True}, torch.float32),
+    "our SGD momentum, float16, masters": (
+        optim.SGD,
+        {**MASTERS, "momentum": 0.9, "nesterov": True},
+        torch.float16,
+    ),
+}
+"""Ours, with the dtype of their weights."""
+
 CONFIGURATIONS = tuple(
     f"{name} {form}"
     for name in CLASSES
     for form in ("single", "foreach", "fused", "capturable")
     if not (form == "fused" and name not in FUSED)
     and not (form == "capturable" and name in NOT_CAPTURABLE)
-)
+) + tuple(OURS)
 """Every optimizer in every form that it has. Capturable forms need a GPU."""
 
 
@@ -64,9 +92,13 @@ class Loop:
     """Weights, an optimizer and a scaler, and one step of them with faults."""
 
     def __init__(self, configuration: str, *, own: bool, device: str) -> None:
-        name, _, form = configuration.rpartition(" ")
-        self._class, self._settings = CLASSES[name]
-        self._settings = {**self._settings, **_form(form)}
+        self._dtype = torch.float32
+        if configuration in OURS:
+            self._class, self._settings, self._dtype = OURS[configuration]
+        else:
+            name, _, form = configuration.rpartition(" ")
+            self._class, self._settings = CLASSES[name]
+            self._settings = {**self._settings, **_form(form)}
         self._own = own
         self._device = device
         generator = torch.Generator().manual_seed(1)
@@ -79,7 +111,9 @@ class Loop:
     def _make(self):
         """Return new weights, a new optimizer and a new scaler."""
         weights = [
-            torch.nn.Parameter(torch.ones(shape, device=self._device))
+            torch.nn.Parameter(
+                torch.ones(shape, device=self._device, dtype=self._dtype)
+            )
             for shape in SHAPES
         ]
         optimizer = self._class(weights, lr=1e-3, **self._settings)
@@ -134,7 +168,10 @@ class Loop:
             check_unchanged(step.number, {n: before[n] for n in known}, known)
             # A fused optimizer makes its state when it is first called.
             for name in after.keys() - before.keys():
-                if after[name].any():
+                first = 0.0
+                if name.startswith("master"):
+                    first = before[name.replace("master_param", "weight")]
+                if (after[name] != first).any():
                     raise BrokenError(step.number, f"a skipped step wrote {name}")
 
     def _iterate(self, step) -> None:
@@ -201,11 +238,14 @@ class Loop:
 
     def _inject(self, fault):
         """Return a context in which a fault is written into a scaled gradient."""
-        index = self._index(fault)
+        index, dtype = self._index(fault), str(self._dtype).removeprefix("torch.")
+        number = value(fault.kind, dtype)
+        if math.isfinite(number):  # 1e20 is beyond float16
+            number = min(number, value("largest", dtype))
         return inject(
             self.optimizer,
             f"param_groups[0]['params'][{index}]",
-            value(fault.kind, "float32"),
+            number,
             steps=1,
             element=int(fault.element * self.weights[index].numel()),
         )
@@ -217,7 +257,13 @@ class Loop:
             for name, number in self.optimizer.state.get(weight, {}).items():
                 if isinstance(number, torch.Tensor):
                     named[f"{name} {i}"] = number
-        return {name: array.detach().cpu().numpy() for name, array in named.items()}
+        return {name: _to_numpy(tensor) for name, tensor in named.items()}
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Return a copy in NumPy, which has no bfloat16: all its numbers are in float32."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _form(form: str) -> dict[str, bool]:
@@ -252,6 +298,11 @@ def run(configuration, *, own, steps, seed, device="cpu") -> Outcome:
                 loop.take(step)
             except BrokenError as error:
                 broken = str(error)
+                break
+            except ValueError as error:
+                if not own:
+                    raise
+                broken = f"in step {step.number}, {type(error).__name__}: {error}"
                 break
             taken += 1
     scale = loop.scaler.get_scale()
