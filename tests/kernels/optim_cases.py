@@ -253,6 +253,7 @@ def of_each(device, setting, block):
     yield f"sizes {setting}", lambda: check_sizes(device, setting, block)
     yield f"unaligned {setting}", lambda: check_unaligned(device, setting)
     yield f"missing {setting}", lambda: check_missing(device, setting)
+    yield f"resting {setting}", lambda: check_resting(device, setting)
     yield f"resume {setting}", lambda: check_resume(device, setting)
     yield f"reference {setting}", lambda: check_reference(device, setting)
     yield f"write back {setting}", lambda: check_write_back(device, setting)
@@ -394,6 +395,27 @@ def check_missing(device, setting):
             for optimizer in (twins.fast, twins.slow):
                 added = make_params(device=device, seed=5)
                 optimizer.add_param_group({"params": added, "lr": 0.2})
+        twins.step(give_grads(number))
+
+
+def check_resting(device, setting):
+    """A gradient is missing for a step; the others stay at their addresses."""
+    twins = Twins(setting.ours, lambda: make_params(device=device))
+    kept = {}
+
+    def give_grads(number):
+        def give(params):
+            if id(params[0]) not in kept:
+                set_grads(params, 0)
+                kept[id(params[0])] = [param.grad for param in params]
+            for at, param in enumerate(params):
+                param.grad = kept[id(params[0])][at]
+            if number == 1:
+                params[-1].grad = None
+
+        return give
+
+    for number in range(4):
         twins.step(give_grads(number))
 
 

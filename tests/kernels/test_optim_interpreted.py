@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from kernels import gpu_cases, optim_cases  # noqa: E402
 from lossscale.torch import optim  # noqa: E402
-from lossscale.torch.optim.kernels import tables  # noqa: E402
+from lossscale.torch.optim.kernels import addresses, tables  # noqa: E402
 from lossscale.torch.optim.kernels.settings import Settings, host_rate  # noqa: E402
 
 BLOCK = 64
@@ -65,3 +65,27 @@ def test_a_rate_of_the_device_is_not_a_change_at_each_step():
     settings.copy_rate(0, torch.tensor(0.5))
     settings.copy([[host_rate(of_device)]])
     assert 0.5 == settings.table[0, 0].item()
+
+
+def compare_as_cuda_builds_do(tensors, known, indices):
+    """Compare one address after the other; torch's function casts each to a tensor."""
+    for index in indices:
+        if tensors[index] is None:
+            message = "Unable to cast Python instance of type <class 'NoneType'>"
+            raise RuntimeError(message)
+        if tensors[index].data_ptr() != known[index]:
+            return False
+    return True
+
+
+def test_a_gradient_that_is_missing_for_a_step_has_no_address(monkeypatch):
+    monkeypatch.setattr(addresses, "all_addresses_equal", compare_as_cuda_builds_do)
+    grads = [torch.ones(2), torch.ones(3)]
+    first, second = (grad.data_ptr() for grad in grads)
+    table = addresses.GradientAddresses(2, torch.device("cpu"))
+    table.set(grads, has_all=True)
+    assert [first, second] == table.table.tolist()
+    table.set([grads[0], None], has_all=False)
+    assert [first, 0] == table.table.tolist()
+    table.set(grads, has_all=True)
+    assert [first, second] == table.table.tolist()

@@ -53,7 +53,7 @@ class DevicePlan(NamedTuple):
     """For each of them, by its id, what its row was made from."""
     positions: list[int | None]
     """For each of them, which of all gradients is its own; `None` if it has none."""
-    has_all: bool
+    is_whole: bool
     """Whether the gradients of the tables are all gradients, in their order."""
 
 
@@ -183,7 +183,7 @@ class StepPlan:
         """
         for plan in self.devices:
             own = grads
-            if not plan.has_all:
+            if not plan.is_whole:
                 own = [None if at is None else grads[at] for at in plan.positions]
             if self._has_shards:
                 own = [None if grad is None else local_shard(grad) for grad in own]
@@ -192,6 +192,7 @@ class StepPlan:
                 optimizer.param_groups,
                 grad_scale,
                 found_inf,
+                has_all=None not in plan.positions,
                 write_back=write_back,
                 measure=measurement is not None,
             )
@@ -329,8 +330,8 @@ def _plan_device(
         indices[id(member.param)] if id(member.param) in with_grad else None
         for member in members
     ]
-    has_all = positions == list(range(len(params)))
-    return DevicePlan(tables, members, signatures, positions, has_all)
+    is_whole = positions == list(range(len(params)))
+    return DevicePlan(tables, members, signatures, positions, is_whole)
 
 
 def _find_resting(

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GradientAddresses`: where the gradients are, copied only when that changed."""
 
-import operator
 from array import array
-from itertools import repeat
 
 import torch
 
@@ -18,20 +16,25 @@ class GradientAddresses:
         self.table = torch.zeros(count, dtype=torch.int64, device=device)
         self.is_aligned = False
         self._known: list[int] | None = None
-        self._indices: list[int] = []
+        self._indices = list(range(count))
         self._pinned: torch.Tensor | None = None
 
-    def set(self, grads: list[torch.Tensor | None]) -> None:
-        """Copy the addresses of gradients if they changed; 0 where there is none."""
+    def set(self, grads: list[torch.Tensor | None], *, has_all: bool) -> None:
+        """Copy the addresses of gradients if they changed; 0 where there is none.
+
+        Args:
+            grads: The gradients.
+            has_all: Whether none of them is `None`, which torch's function refuses.
+        """
         known = self._known
         if (
-            known is not None
-            and len(known) == len(grads) == len(self._indices)
+            has_all
+            and known is not None
+            and len(known) == len(grads)
             and all_addresses_equal is not None
             and all_addresses_equal(grads, known, self._indices)  # type: ignore[arg-type]
         ):
             return
-        has_all = all(map(operator.is_not, grads, repeat(None)))
         addresses = _addresses_of(grads, has_all=has_all)
         if addresses == known:
             return
@@ -41,7 +44,6 @@ class GradientAddresses:
         self.is_aligned = not (host & 15).any()
         self._pinned = copy_later(host, self.table)
         self._known = addresses
-        self._indices = list(range(len(grads))) if has_all else []
 
 
 def _addresses_of(grads: list[torch.Tensor | None], *, has_all: bool) -> list[int]:

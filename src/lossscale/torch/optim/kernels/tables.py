@@ -145,6 +145,7 @@ class Tables:
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
         *,
+        has_all: bool,
         write_back: bool,
         measure: bool = False,
     ) -> MeasuredRows | None:
@@ -155,6 +156,7 @@ class Tables:
             groups: The parameter groups.
             grad_scale: What divides the gradients, if they are scaled.
             found_inf: 1.0 to skip the step, else 0.0.
+            has_all: Whether every row has a gradient.
             write_back: Whether to write the unscaled gradients.
             measure: Whether to measure what is added to the weights.
 
@@ -167,7 +169,7 @@ class Tables:
             # A graph gets addresses of its own, which never change.
             addresses = GradientAddresses(len(self.rows), self.device)
             self._kept.append(addresses)
-        addresses.set(grads)
+        addresses.set(grads, has_all=has_all)
         scale = self._number(grad_scale, self._no_scale)
         flag = self._number(found_inf, self._no_flag)
         is_aligned = self._is_aligned and addresses.is_aligned
