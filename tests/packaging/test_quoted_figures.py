@@ -1,4 +1,4 @@
-"""Tables of figures on the page about clipping: each is in a file of results."""
+"""Tables of figures on the pages about PyTorch: each is in a file of results."""
 
 import csv
 import re
@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "adapters" / "torch-clipping.md"
+PAGES = ROOT / "docs" / "adapters"
 COLUMNS = [
     ("AdamW fused", ""),
     ("SGD foreach", ""),
@@ -35,9 +35,9 @@ def host_time(name, case):
     ]
 
 
-def quoted_tables(head):
-    """Return the rows of every table of the page that begins with a head."""
-    text = PAGE.read_text(encoding="utf-8")
+def quoted_tables(head, page="torch-clipping.md"):
+    """Return the rows of every table of a page that begins with a head."""
+    text = (PAGES / page).read_text(encoding="utf-8")
     blocks = re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)
     return [
         [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
@@ -83,3 +83,56 @@ def test_the_table_of_the_gpu_is_that_of_its_file():
                 digits = cell.split()[0]
                 decimals = len(digits.partition(".")[2])
                 assert f"{number:.{decimals}f}" == digits, f"{name}: {cell}"
+
+
+CONTENDERS = ("torch without scaler and clipping", "masters", "masters, float16 norms")
+
+
+def optim_results():
+    """Return the rows about `lossscale.torch.optim` on a GPU."""
+    rows = read_results("torch_optim.cuda.csv")
+    return {(row["case"], row["work"], row["of"]): row for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("head", "work"),
+    [("| captured |", "training in a graph"), ("| not captured |", "training")],
+)
+def test_a_table_of_training_steps_is_that_of_its_file(head, work):
+    results = optim_results()
+    (quoted,) = quoted_tables(head, "torch-optim.md")
+    models = {case for case, kind, _ in results if kind == work}
+    assert models == {model for model, *_ in quoted}
+    for model, *cells in quoted:
+        ratios = [float(results[model, work, of]["ratio"]) for of in CONTENDERS]
+        expected = [f"{ratio:.2f}" for ratio in ratios]
+        if work == "training":
+            contenders = ("torch", *CONTENDERS[1:])
+            rows = [results[model, work, of]["memory_mb"] for of in contenders]
+            expected.append(", ".join(f"{int(row):,}" for row in rows) + " MB")
+        assert expected == cells, model
+
+
+def test_the_table_of_the_optimizer_phase_is_that_of_its_file():
+    results = optim_results()
+    (quoted,) = quoted_tables("| parameters of |", "torch-optim.md")
+    for case, (_, *cells) in zip(("medium", "XL", "many small"), quoted, strict=True):
+        expected = [
+            f"{1 / float(results[case, 'phase in a graph', of]['ratio']):.2f}"
+            for of in ("ours", "ours, masters")
+        ]
+        expected.append(f"{float(results[case, 'phase', 'ours']['ratio']):.1f}")
+        assert expected == cells, case
+
+
+def test_the_table_of_quality_is_that_of_its_file():
+    rows = read_results("torch_quality.cuda.csv")
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    (quoted,) = quoted_tables("| | seed 0 | seed 1 | skipped", "torch-optim.md")
+    for kind, (_, *cells) in zip(kinds, quoted, strict=True):
+        own = [row for row in rows if row["kind"] == kind]
+        expected = [f"{float(row['loss']):.3f}" for row in own]
+        expected.append(", ".join(row["skipped"] for row in own))
+        expected.append(", ".join(f"{float(row['seconds']):.0f}" for row in own))
+        expected.append(f"{int(own[0]['memory_mb']):,} MB")
+        assert expected == cells, kind
