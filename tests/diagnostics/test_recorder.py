@@ -18,7 +18,7 @@ from helpers.processes import run_process
 
 import lossscale
 import lossscale.numpy as ls
-from lossscale import Dynamic
+from lossscale import Dynamic, Signal
 from lossscale.diagnostics import (
     Recorder,
     RecordWarning,
@@ -26,10 +26,12 @@ from lossscale.diagnostics import (
     measure_tensors,
     read_run,
 )
+from lossscale.diagnostics.loggers import StepWriter
 from lossscale.diagnostics.records.layout import COLUMNS
 from lossscale.diagnostics.records.steps import read_report
 from lossscale.diagnostics.records.writer import RunWriter
 from lossscale.errors import SettingError, SettingTypeError, StateError
+from lossscale.presets import PRESETS
 
 
 def lines_of(path):
@@ -444,12 +446,60 @@ def test_folders_that_are_missing_are_made(tmp_path):
         ({"if_exists": "append"}, "if_exists must be"),
         ({"rank": -1}, "rank must be"),
         ({"every_rank": 1}, "every_rank must be"),
+        ({"writers": print}, r"writers must be a list .* got <built-in function print"),
+        ({"writers": [print]}, r"writers must be .*function print> in it"),
+        ({"writers": [StepWriter]}, "writers must be"),
+        ({"writers": StepWriter()}, r"writers must be a list .* got <.*StepWriter"),
+        ({"writers": "tensorboard"}, "writers must be"),
+        ({"on_alarm": "x"}, "on_alarm must be a function .* got 'x'"),
+        ({"alarms": True}, r"alarms must be an AlarmRules.* got True.* Leave it out"),
+        ({"config": 5}, r"config must be a mapping, .* got 5\."),
+        ({"policy": "torch"}, r"got 'torch'.*presets.get\('torch'\)"),
+        ({"policy": Dynamic}, r"policy must be .* Write Dynamic\(\)\."),
+        ({"policy": PRESETS["flax"]}, r"policy must be .* Pass the \.policy of"),
+        ({"policy": 3}, "policy must be a policy"),
     ],
 )
 def test_a_bad_setting_is_an_error_and_no_file(path, settings, words):
     with pytest.raises((SettingError, SettingTypeError), match=words):
         Recorder(path, **settings)
     assert [] == list(path.parent.iterdir())
+
+
+def test_a_setting_that_was_refused_leaves_no_lock(path):
+    pytest.importorskip("fcntl", reason="file locks need fcntl")
+    with pytest.raises(SettingTypeError) as refused:  # a traceback keeps its locals
+        Recorder(path, writers=print)
+    assert refused.value is not None
+    Recorder(path).close()
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_recorder_that_fails_after_opening_leaves_no_lock(path, exists, monkeypatch):
+    pytest.importorskip("fcntl", reason="file locks need fcntl")
+    if exists:
+        with Recorder(path) as recorder:
+            recorder.record(scale=8.0, applied=True)
+
+    def fail(*arguments, **settings):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lossscale.diagnostics.records.recorder.Session", fail)
+        with pytest.raises(KeyboardInterrupt) as interrupted:
+            Recorder(path)
+    assert interrupted.value is not None
+    assert exists == path.exists()
+    with Recorder(path) as recorder:
+        recorder.record(scale=8.0, applied=True)
+    assert 1 + exists == read_run(path).rows
+
+
+@pytest.mark.parametrize("given", [{"name": 5}, {"device": 0}])
+def test_a_number_for_a_name_is_kept_as_text(path, given):
+    Recorder(path, **given).close()
+    ((key, value),) = given.items()
+    assert str(value) == read_run(path).header[key]
 
 
 @pytest.mark.parametrize("if_exists", ["resume", "overwrite"])
@@ -520,6 +570,11 @@ def test_a_place_that_cannot_be_written_is_an_error(tmp_path, place):
         {"applied": False, "cause": "bad luck"},
         {"applied": False, "nonfinite": {"w": "odd"}},
         {"applied": False, "nonfinite": 3},
+        {"applied": "no"},
+        {"applied": None},
+        {"applied": 1},
+        {"applied": np.float32(0.0)},
+        {"applied": np.array([True, False])},
     ],
 )
 def test_a_bad_value_is_an_error_and_no_line(path, values):
@@ -528,6 +583,48 @@ def test_a_bad_value_is_an_error_and_no_line(path, values):
             recorder.record(**({"scale": 8.0, "applied": True} | values))
         recorder.record(scale=8.0, applied=True)
     assert [1] == [step.step for step in steps_of(path)]
+
+
+@pytest.mark.parametrize("applied", [True, np.bool_(True), np.array([True])])
+def test_whether_a_step_was_applied_may_be_an_array(path, applied):
+    with Recorder(path) as recorder:
+        recorder.record(scale=8.0, applied=applied)
+        recorder.record(scale=8.0, applied=np.logical_not(applied))
+    assert [True, False] == [step.applied for step in steps_of(path)]
+
+
+def test_what_is_not_a_step_is_an_error_and_no_line(path):
+    state = ls.init(Dynamic(init_scale=8.0))
+    statistics = measure_tensors({"w": np.ones(2, np.float16)})
+    wrong = [
+        (lambda r: r.record_signal(Signal(True), state), r"Write record_signal\(state"),
+        (lambda r: r.record_signal(8.0, Signal(True)), "takes the ScaleState .* 8.0"),
+        (lambda r: r.record_signal(state, None), "takes the ScaleState .* None"),
+        (lambda r: r.record_signal(state, Signal("no")), "signal.finite must be True"),
+        (lambda r: r.record_statistics({}, scale=8.0), "must be a TensorStatistics"),
+        (lambda r: r(3), r"A step report is expected, .* got 3, .* recorder.record\("),
+    ]
+    with Recorder(path, flush_seconds=0) as recorder:
+        for call, words in wrong:
+            with pytest.raises(SettingTypeError, match=words):
+                call(recorder)
+        recorder.record_signal(state, Signal(True))
+        recorder.record_statistics(statistics, scale=8.0)
+    assert [1] == [step.step for step in steps_of(path)]
+
+
+def test_an_error_in_a_reports_own_code_is_not_hidden(path):
+    class Failing(SimpleNamespace):
+        @property
+        def amax(self):
+            return self.missing.norm
+
+        missing = None
+
+    values = {name: value for name, value in vars(report(1)).items() if name != "amax"}
+    values["applied"] = True
+    with Recorder(path) as recorder, pytest.raises(AttributeError, match="'norm'"):
+        recorder(Failing(**values))
 
 
 def test_a_full_disk_is_one_warning_and_the_training_goes_on(tmp_path):

@@ -7,7 +7,7 @@ construction. The transition itself is in `rule.py` and is not restated here.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 from lossscale.core import validation
 from lossscale.core.measurements import Measurement
@@ -70,6 +70,25 @@ def choose(
     """Return one of two states, number by number."""
     pairs = zip(first, second, strict=True)
     return type(first)(*(where(condition, left, right) for left, right in pairs))
+
+
+def require_policy(policy: Any) -> None:
+    """Raise unless this is a policy, and not its class, its name or what has one."""
+    if isinstance(policy, Policy) and not isinstance(policy, type):
+        return
+    if isinstance(policy, type) and hasattr(policy, "step"):
+        fix = f" Write {policy.__name__}()."
+    elif isinstance(policy, str):
+        fix = " For another library's settings, pass lossscale.presets.get('torch')."
+    elif isinstance(getattr(policy, "policy", None), Policy):
+        fix = f" Pass the .policy of the {type(policy).__name__}."
+    else:
+        fix = ""
+    message = (
+        "policy must be a policy, such as lossscale.Dynamic() or lossscale.Fixed(8.0), "
+        f"got {validation.format_value(policy)}.{fix}"
+    )
+    raise SettingTypeError(message)
 
 
 def wanted_measurements(policy: Policy) -> tuple[Measurement, ...]:

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lossscale.core import validation
+from lossscale.core.policies import require_policy
 from lossscale.diagnostics.formats import FORMATS
 from lossscale.diagnostics.records.layout import (
     COLUMNS,
@@ -54,25 +55,49 @@ def make_header(
 
     Raises:
         SettingError: If the dtype is unknown.
-        SettingTypeError: If the names are not names.
+        SettingTypeError: If something is of the wrong type, such as the policy.
     """
     return {
         "format": FORMAT,
         "run": secrets.token_hex(8),
-        "name": name,
+        "name": to_text(name),
         "started": round(time.time(), 3),
         "columns": list(COLUMNS),
         "dtype": validation.check_choice("dtype", dtype, FORMATS),
-        "policy": describe_policy(policy),
-        "device": device,
+        "policy": describe_policy(check_policy(policy)),
+        "device": to_text(device),
         "processor": platform.processor() or platform.machine(),
         "versions": find_versions(),
         "rank": rank,
         "statistics_every": statistics_every,
-        "config": plain_mapping(config or {}),
+        "config": plain_mapping(check_config(config)),
         "dtypes": check_dtypes(names),
         "names": check_names(names),
     }
+
+
+def check_policy(policy: Any) -> Any:
+    """Return what describes a policy: itself, a mapping of its settings, or `None`."""
+    if policy is not None and not isinstance(policy, Mapping):
+        require_policy(policy)
+    return policy
+
+
+def to_text(value: Any) -> str | None:
+    """Return a text, or `None`; a header with anything else could not be read."""
+    return None if value is None else str(value)
+
+
+def check_config(config: Any) -> Mapping[str, Any]:
+    """Return what is to be kept with a run."""
+    if config is not None and not isinstance(config, Mapping):
+        message = (
+            'config must be a mapping, such as {"batch": 32}, got '
+            f"{validation.format_value(config)}. For the settings of argparse or a "
+            "dataclass pass vars(...)."
+        )
+        raise SettingTypeError(message)
+    return config or {}
 
 
 def find_versions() -> dict[str, str]:

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 from lossscale.core import validation
 from lossscale.core.state import ScaleState, Signal
 from lossscale.core.statistics import TensorStatistics
-from lossscale.core.validation import plain_number
 from lossscale.diagnostics.alarms import Alarm, AlarmMonitor, AlarmRules
 from lossscale.diagnostics.loggers.base import StepWriter
 from lossscale.diagnostics.loggers.python_logging import LoggingWriter
@@ -39,11 +38,17 @@ from lossscale.diagnostics.records.steps import (
 from lossscale.diagnostics.records.values import (
     Tensors,
     cause_of,
+    check_alarms,
+    check_applied,
     check_number,
+    check_on_alarm,
     check_rank,
     check_scale,
+    check_statistics,
     check_step,
     check_tensors,
+    check_writers,
+    not_a_signal,
 )
 from lossscale.diagnostics.records.writer import RunWriter
 from lossscale.errors import SettingError
@@ -121,6 +126,7 @@ class Recorder:
 
         Raises:
             SettingError: If a setting is invalid, or the file cannot be written.
+            SettingTypeError: If a setting is of the wrong type.
             StateError: If the file holds something else than a run.
         """
         rank = check_rank(rank)
@@ -139,6 +145,9 @@ class Recorder:
         self.path = _rank_path(Path(path), rank) if separate else Path(path)
         """Where the run goes."""
         self._on_alarm = on_alarm
+        check_alarms(alarms)
+        check_on_alarm(on_alarm)
+        each = (LoggingWriter(),) if writers is None else check_writers(writers)
         header = make_header(
             name=name,
             policy=policy,
@@ -155,13 +164,18 @@ class Recorder:
         self._session: Session | None = None
         if rank > 0 and not separate:
             return
-        self._session = Session(
-            _open(self.path, header, if_exists),
-            ordered=bool(header["names"]),
-            monitor=monitor,
-            writers=(LoggingWriter(),) if writers is None else tuple(writers),
-            flush_seconds=seconds,
-        )
+        writer = _open(self.path, header, if_exists)
+        try:
+            self._session = Session(
+                writer,
+                ordered=bool(header["names"]),
+                monitor=monitor,
+                writers=each,
+                flush_seconds=seconds,
+            )
+        except BaseException:
+            writer.remove()
+            raise
         # Also at exit: what was recorded in the last second is not lost.
         weakref.finalize(self, self._session.close)
 
@@ -247,11 +261,12 @@ class Recorder:
 
         Raises:
             SettingError: If a value is invalid; nothing is recorded then.
+            SettingTypeError: If a value is of the wrong type; likewise.
         """
         session = self._session
         if session is None or session.is_idle:
             return
-        was_applied = bool(plain_number(applied))
+        was_applied = check_applied(applied)
         record = StepRecord(
             0 if step is None else check_step(step),
             session.now(),
@@ -292,6 +307,9 @@ class Recorder:
             clip: The factor that clipping multiplied the gradients by.
             nonfinite: The tensors that were not finite, each with "inf" or "nan".
 
+        Raises:
+            SettingTypeError: If these are not a state and a signal, in this order.
+
         Example:
             >>> import tempfile
             >>> from pathlib import Path
@@ -310,11 +328,14 @@ class Recorder:
         """
         if self._session is None or self._session.is_idle:
             return
-        scale = check_scale(state.scale)
-        amax = check_number("amax", signal.amax)
+        try:
+            scale = check_scale(state.scale)
+            amax = check_number("amax", signal.amax)
+        except AttributeError:
+            raise not_a_signal(state, signal) from None
         self.record(
             scale=scale,
-            applied=signal.finite,
+            applied=check_applied(signal.finite, "signal.finite"),
             step=step,
             cause=cause_of(signal),
             norm=signal.norm,
@@ -344,10 +365,14 @@ class Recorder:
                 its `updates`, if it has them, are recorded too.
             scale: The scale that the gradients carried.
             step: Which step it is; by default the last that was recorded.
+
+        Raises:
+            SettingTypeError: If these are no statistics of tensors.
         """
         if self._session is not None and not self._session.is_idle:
             at = None if step is None else check_step(step)
             value = check_scale(scale)
+            check_statistics(statistics)
             self._session.add_statistics(statistics, step=at, scale=value)
 
     def note(self, step: int, *, loss: Any = None, lr: Any = None) -> None:

@@ -7,6 +7,9 @@ Imports the standard library only.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from lossscale.core.validation import format_value
+from lossscale.errors import SettingTypeError
+
 CAUSES = ("inf", "nan", "headroom", "loss", "not stepped")
 """Why a step may have been skipped: an infinite or NaN gradient, a finite one that the
 optimizer cannot square, a loss that was not finite, or a `step` that was not called."""
@@ -101,7 +104,27 @@ def read_report(report: ReportLike) -> StepRecord:
     """Return what a framework's step report says.
 
     The only function that reads a report's attributes.
+
+    Raises:
+        SettingTypeError: If it is no report.
     """
+    try:
+        return _read_report(report)
+    except AttributeError as error:
+        if error.obj is not report or error.name not in _READ:
+            raise  # the report's own code failed
+        message = (
+            "A step report is expected, such as on_step is given them, got "
+            f"{format_value(report)}, which has no {error.name!r}. To record numbers, "
+            "call recorder.record(scale=..., applied=...)."
+        )
+        raise SettingTypeError(message) from None
+
+
+_READ = ("index", "scale", "applied", "reason", "norm", "clip", "amax", "nonfinite")
+
+
+def _read_report(report: ReportLike) -> StepRecord:
     applied = bool(report.applied)
     pairs = () if applied else report.nonfinite.items()
     return StepRecord(
