@@ -1,5 +1,6 @@
 """Alarms: what raises each, what does not, and which step they call good."""
 
+import math
 import random
 
 import pytest
@@ -105,6 +106,42 @@ def test_a_nan_loss_of_applied_steps_is_an_alarm():
     assert ("nan", 33, 29) == (alarm.kind, alarm.step, alarm.last_good_step)
     assert "The loss was NaN for 3 steps in a row" in alarm.message
     assert [] == alarms(records[:-1])
+
+
+INFINITE = {
+    "skipped for the loss": ({"cause": "loss", "loss": -math.inf}, "infinite"),
+    "skipped for the gradients": ({"cause": "inf", "loss": math.inf}, "infinite"),
+    "not recorded": ({"cause": "loss"}, "not finite"),
+    "NaN": ({"cause": "loss", "loss": math.nan}, "NaN"),
+}
+
+
+@pytest.mark.parametrize("kind", INFINITE)
+@pytest.mark.parametrize("scale", [1024.0, 0.5])
+def test_a_loss_that_stays_infinite_is_an_alarm_that_says_what_is_known(kind, scale):
+    values, words = INFINITE[kind]
+    bad = [skip(30 + i, scale, **values) for i in range(1, 300)]
+    (alarm,) = alarms(healthy(1, 30, scale, loss=1.0) + bad)
+    assert ("nan", 33, 29) == (alarm.kind, alarm.step, alarm.last_good_step)
+    assert f"The loss was {words} for 3 steps in a row, while" in alarm.message
+    assert "no lower scale can help" in alarm.message
+    assert [] == alarms(healthy(1, 30, scale, loss=1.0) + bad[:2])
+
+
+def test_an_infinite_loss_of_applied_steps_is_an_alarm():
+    """That its weights are broken is not known: its gradients were finite."""
+    (alarm,) = alarms(healthy(1, 30, loss=1.0) + healthy(31, 330, loss=math.inf))
+    assert ("nan", 33, 29) == (alarm.kind, alarm.step, alarm.last_good_step)
+    assert "The loss was infinite for 3 steps in a row" in alarm.message
+    assert "no lower scale can help" in alarm.message
+    assert "weights are broken" not in alarm.message
+
+
+def test_a_loss_and_gradients_that_were_bad_in_turn_are_both_named():
+    bad = [skip(31, cause="loss"), skip(32, cause="nan"), skip(33, cause="loss")]
+    (alarm,) = alarms(healthy(1, 30) + bad)
+    words = "The loss was not finite or the gradients were NaN for 3 steps in a row"
+    assert words in alarm.message
 
 
 def test_a_loss_that_was_not_recorded_is_no_nan():

@@ -9,8 +9,8 @@ of a live run, and `scan` for a recorded one, so both raise the same alarms.
                 loss was finite: the gradients are growing faster than it can follow;
                 fewer times are enough if the loss is rising as well
     floor       steps overflow at the lowest scale that can help
-    nan         gradients are NaN without an infinity, or the loss of applied steps is
-                NaN: no lower scale can help
+    nan         gradients are NaN without an infinity, or the loss is not finite: no
+                lower scale can help
     headroom    the largest gradient is growing towards the end of its format's range
     norm        the norm has grown several times over, and the loss is not falling
 

@@ -6,8 +6,8 @@ what it finds in them, or `None`. They are pure.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise, takewhile
 from statistics import median
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ def find_backoffs(
     lowered = [
         (before, after)
         for before, after in pairwise(window)
-        if after.scale < before.scale and _loss_was_finite(before)
+        if after.scale < before.scale and loss_was_finite(before)
     ]
     # A back-off after a growth is how a dynamic scale finds its limit: with a short
     # growth interval there are many of them in every healthy run.
@@ -66,6 +66,7 @@ def find_floor(
         if not record.applied
         and record.scale <= limits.floor
         and record.cause in ("inf", "nan")
+        and loss_was_finite(record)
     ]
     if len(stuck) < rules.floor_skips:
         return None
@@ -83,52 +84,62 @@ def find_floor(
 def find_nan(
     recent: Sequence[StepRecord], rules: AlarmRules, _limits: Limits
 ) -> Alarm | None:
-    """Look for NaN that no infinity came with."""
-    streak = recent[-rules.nan_steps :]
-    if len(streak) < rules.nan_steps or not all(map(is_nan_alone, streak)):
+    """Look for skipped steps that no lower scale can help."""
+    streak = _find_streak(recent, rules, is_beyond_scale)
+    if not streak:
         return None
-    # The streak may be longer: its first step is the evidence.
-    start = len(recent) - 1
-    while start > 0 and is_nan_alone(recent[start - 1]):
-        start -= 1
-    now, names = recent[-1], _names(recent[start:])
-    what = "loss was" if now.cause == "loss" else "gradients were"
+    now, names = streak[-1], _names(streak)
+    if any(map(loss_was_finite, streak)):
+        what = "gradients were NaN"
+        if not all(map(loss_was_finite, streak)):
+            what = "loss was not finite or the gradients were NaN"
+        without, where = " without an infinity", _join_names(names)
+    else:  # the gradients follow from it: where they broke says nothing
+        what, without, where = f"loss was {_describe_losses(streak)}", "", ""
     message = (
-        f"The {what} NaN for {len(recent) - start} steps in a row without an "
-        "infinity, while the scale went from "
-        f"{recent[start].scale:,.10g} to {now.scale:,.10g}: no lower scale can "
-        f"help{_join_names(names)}."
+        f"The {what} for {len(streak)} steps in a row{without}, while the scale went "
+        f"from {streak[0].scale:,.10g} to {now.scale:,.10g}: no lower scale can "
+        f"help{where}."
     )
-    # The step before is what may have broken the weights, so those before it are the
-    # last that are known to be good.
-    broke = _find_last_applied(recent, recent[start].step)
-    good = None if broke is None else _find_last_applied(recent, broke)
+    good = _find_good_before(recent, streak[0].step)
     return Alarm("nan", now.step, good, message, names)
 
 
-def find_nan_loss(
+def find_bad_loss(
     recent: Sequence[StepRecord], rules: AlarmRules, _limits: Limits
 ) -> Alarm | None:
-    """Look for steps that were applied although their loss was NaN."""
-    streak = recent[-rules.nan_steps :]
-    if len(streak) < rules.nan_steps or not all(map(loss_is_nan, streak)):
+    """Look for steps that were applied although their loss was not finite."""
+    streak = _find_streak(recent, rules, lambda record: not loss_was_finite(record))
+    if not streak:
         return None
-    start = len(recent) - 1
-    while start > 0 and loss_is_nan(recent[start - 1]):
-        start -= 1
+    what = _describe_losses(streak)
+    broken = "the weights are broken, and " if what == "NaN" else ""
     message = (
-        f"The loss was NaN for {len(recent) - start} steps in a row, and the last of "
-        "them was applied: the weights are broken, and no lower scale can help."
+        f"The loss was {what} for {len(streak)} steps in a row, and the last of them "
+        f"was applied: {broken}no lower scale can help."
     )
-    # The step before the first is what broke the weights.
-    broke = _find_last_applied(recent, recent[start].step)
-    good = None if broke is None else _find_last_applied(recent, broke)
-    return Alarm("nan", recent[-1].step, good, message, _names(recent[start:]))
+    good = _find_good_before(recent, streak[0].step)
+    return Alarm("nan", streak[-1].step, good, message, _names(streak))
 
 
-def loss_is_nan(record: StepRecord) -> bool:
-    """Whether a step's loss was measured, and is NaN."""
-    return record.loss is not None and math.isnan(record.loss)
+def _find_streak(
+    recent: Sequence[StepRecord],
+    rules: AlarmRules,
+    is_bad: Callable[[StepRecord], bool],
+) -> list[StepRecord]:
+    """Return the last steps that are all bad, or none if they are too few."""
+    streak = list(takewhile(is_bad, reversed(recent)))[::-1]
+    return streak if len(streak) >= rules.nan_steps else []
+
+
+def _describe_losses(streak: Sequence[StepRecord]) -> str:
+    """Say what losses were that were not finite, as far as the record has them."""
+    losses = [record.loss for record in streak]
+    if all(loss is not None and math.isnan(loss) for loss in losses):
+        return "NaN"
+    if all(loss is not None and math.isinf(loss) for loss in losses):
+        return "infinite"
+    return "not finite"
 
 
 def find_headroom_trend(
@@ -234,19 +245,33 @@ def _before_rise(window: Sequence[StepRecord]) -> int:
     return window[max(0, len(window) // 4 - 1)].step
 
 
-def _loss_was_finite(record: StepRecord) -> bool:
+def loss_was_finite(record: StepRecord) -> bool:
+    """Whether a step's loss was finite, or is not known to have been anything else."""
     return record.cause != "loss" and (
         record.loss is None or math.isfinite(record.loss)
     )
 
 
-def is_nan_alone(record: StepRecord) -> bool:
-    """Whether a step was skipped for NaN, and no tensor was infinite."""
+def is_beyond_scale(record: StepRecord) -> bool:
+    """Whether a step was skipped for what no lower scale can help.
+
+    That is a loss that was not finite, or NaN where no tensor was infinite.
+    """
     if record.applied:
         return False
-    if record.cause == "loss":
-        return record.loss is None or math.isnan(record.loss)
-    return record.cause == "nan" and all(c != "inf" for _, c in record.nonfinite)
+    return not loss_was_finite(record) or (
+        record.cause == "nan" and all(c != "inf" for _, c in record.nonfinite)
+    )
+
+
+def _find_good_before(recent: Sequence[StepRecord], first: int) -> int | None:
+    """Return the last step with good weights before those that are broken from one on.
+
+    The step before is what may have broken the weights, so those before it are the last
+    that are known to be good.
+    """
+    broke = _find_last_applied(recent, first)
+    return None if broke is None else _find_last_applied(recent, broke)
 
 
 def _find_last_applied(recent: Sequence[StepRecord], before: int) -> int | None:

@@ -7,12 +7,12 @@ from typing import Any
 
 from lossscale.diagnostics.alarms.detectors import (
     find_backoffs,
+    find_bad_loss,
     find_floor,
     find_headroom_trend,
     find_nan,
-    find_nan_loss,
     find_norm_trend,
-    loss_is_nan,
+    loss_was_finite,
 )
 from lossscale.diagnostics.alarms.rules import (
     Alarm,
@@ -88,8 +88,8 @@ class AlarmMonitor:
             self._applied_in_a_row += 1
             self._end_search()
         due = record.step % _TREND_INTERVAL == 0
-        has_nan_loss = record.applied and loss_is_nan(record)
-        if record.applied and not due and not lowered and not has_nan_loss:
+        has_bad_loss = record.applied and not loss_was_finite(record)
+        if record.applied and not due and not lowered and not has_bad_loss:
             return []
         recent = list(self._recent)
         candidates = []
@@ -98,8 +98,8 @@ class AlarmMonitor:
         if not record.applied:
             candidates.append(find_floor(recent, self._rules, self._limits))
             candidates.append(find_nan(recent, self._rules, self._limits))
-        if has_nan_loss:
-            candidates.append(find_nan_loss(recent, self._rules, self._limits))
+        if has_bad_loss:
+            candidates.append(find_bad_loss(recent, self._rules, self._limits))
         if due:
             candidates.append(find_headroom_trend(recent, self._rules, self._limits))
             candidates.append(find_norm_trend(recent, self._rules, self._limits))

@@ -57,7 +57,8 @@ class AlarmRules:
     floor_window: int = 10
     """Within how many steps."""
     nan_steps: int = 3
-    """How many steps in a row with NaN, and without an infinity, raise an alarm."""
+    """How many steps in a row raise one, if their loss was not finite or they had NaN
+    without an infinity."""
     trend_window: int = 64
     """How many steps the trends of norm and headroom are looked for in."""
     trend_ratio: float = 8.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from lossscale.core.validation import format_value
 from lossscale.diagnostics.alarms import Alarm
-from lossscale.diagnostics.alarms.detectors import is_nan_alone
+from lossscale.diagnostics.alarms.detectors import is_beyond_scale
 from lossscale.diagnostics.explanation.evidence import (
     Recovery,
     RunExplanation,
@@ -145,7 +145,7 @@ def _choose(
         if record.applied:
             if target is not None or record.step < alarm.step:
                 break
-        elif alarm.kind == "nan" and target is not None and not is_nan_alone(record):
+        elif alarm.kind == "nan" and target is not None and not is_beyond_scale(record):
             break
         else:
             target = record
