@@ -7,7 +7,7 @@ import pytest
 
 from lossscale import Dynamic, Fixed
 from lossscale.diagnostics import AlarmRules, Recorder, StepRecord, read_run
-from lossscale.diagnostics.alarms import KINDS, scan
+from lossscale.diagnostics.alarms import KINDS, AlarmMonitor, scan
 from lossscale.diagnostics.records.layout import describe_policy
 from lossscale.errors import SettingError, SettingTypeError
 
@@ -245,6 +245,51 @@ def test_an_alarm_is_raised_once_while_what_it_saw_goes_on():
     over = healthy(320, 600, 1.0)
     again = [skip(600 + i, 1.0) for i in range(1, 10)]
     assert 2 == len(alarms([*healthy(1, 20, 1.0), *stuck, *over, *again], policy))
+
+
+def halve(first, count, scale=65536.0):
+    """Return skipped steps, each with half the scale of the one before."""
+    return [skip(first + i, scale / 2**i) for i in range(count)]
+
+
+def test_steps_that_are_taken_again_are_judged_without_those_that_they_replace():
+    """Three back-offs of each branch are no six of one run."""
+    first = [*healthy(1, 300, 65536.0), *halve(301, 3)]
+    again = [*healthy(250, 253, 65536.0), *halve(254, 3), *healthy(257, 300, 8192.0)]
+    assert [] == alarms([*first, *again])
+    more = [*halve(301, 1, 8192.0), *healthy(302, 320, 4096.0)]
+    (alarm,) = alarms([*first, *again, *more])
+    assert "The scale was lowered 4 times within 49 steps" in alarm.message
+
+
+def test_an_alarm_of_steps_that_are_taken_again_is_raised_again():
+    """Even if they raise it a few steps later."""
+    bad = [*healthy(1, 300, 65536.0), *halve(301, 5)]
+    again = [*healthy(200, 302, 65536.0), *halve(303, 5)]
+    found = alarms([*bad, *again])
+    assert [305, 307] == [alarm.step for alarm in found]
+    # What goes on since before the step is not new.
+    stuck = [skip(20 + i, 1.0) for i in range(1, 100)]
+    assert 1 == len(alarms([*healthy(1, 20, 1.0), *stuck, *stuck[50:]]))
+
+
+def test_a_run_that_starts_again_looks_for_its_first_scale_again():
+    search = [*halve(1, 12, 2.0**24), *healthy(13, 50, 2.0**12)]
+    assert [] == alarms([*search, *search])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_after_steps_are_taken_again_alarms_are_those_of_the_steps_that_are_kept(seed):
+    """The recount: a scan over the steps that are left, each of them once."""
+    back = random.Random(seed).randrange(1, 399)
+    known, other = random_run(seed), random_run(100 + seed)
+    branch = other[back - 1 :]
+    policy = describe_policy(Dynamic(growth_interval=500))  # the monitor has every step
+    monitor = AlarmMonitor(policy=policy)
+    before = [alarm for record in known for alarm in monitor.update(record)]
+    after = [alarm for record in branch for alarm in monitor.update(record)]
+    live = [alarm for alarm in before if alarm.step < back] + after
+    assert alarms([*known[: back - 1], *branch], policy) == live
 
 
 def random_run(seed):

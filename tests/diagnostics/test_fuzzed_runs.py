@@ -195,6 +195,32 @@ def test_a_roll_up_of_any_kind(run, data):
     assert 8 == found.rows
 
 
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """Return the same of a run that went back to earlier steps twice."""
+    path = tmp_path_factory.mktemp("resumed") / "run.jsonl"
+    with Recorder(path, names=["a", "b"]) as recorder:
+        for step in (*range(1, 9), *range(5, 12), *range(3, 7)):
+            recorder.record(
+                step=step, scale=8.0, applied=step % 3 > 0, nonfinite={"a": "nan"}
+            )
+    rolled = rollup_path(path).read_bytes()
+    return path, path.read_bytes().splitlines(keepends=True), rolled
+
+
+@examples(200)
+@given(data=st.data())
+def test_lines_that_were_overwritten_under_a_roll_up(resumed, data):
+    """Their ends stay where they are, so that the roll-up fits."""
+    path, (head, *lines), rolled = resumed
+    first = data.draw(st.integers(0, len(lines) - 1))
+    last = data.draw(st.integers(first, len(lines) - 1))
+    damaged = [b"x" * (len(line) - 1) + b"\n" for line in lines[first : last + 1]]
+    content = b"".join([head, *lines[:first], *damaged, *lines[last + 1 :]])
+    assert check_reading(path, content, rolled) is not None
+    check_commands(path, path.parent)
+
+
 @examples(700)
 @given(st.lists(LINE, max_size=6))
 def test_files_of_any_lines(run, lines):

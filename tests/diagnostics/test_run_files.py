@@ -3,14 +3,23 @@
 import json
 import math
 import random
+from itertools import chain
 
 import numpy as np
 import pytest
 
-from lossscale.diagnostics import Recorder, RecordWarning, measure_tensors, read_run
+from lossscale.diagnostics import (
+    Recorder,
+    RecordWarning,
+    build_report,
+    measure_tensors,
+    read_run,
+)
 from lossscale.diagnostics.records import blocks
+from lossscale.diagnostics.records.follower import RunFollower
 from lossscale.diagnostics.records.reader import scan_run
 from lossscale.diagnostics.records.run_file import rollup_path
+from lossscale.diagnostics.report.summary import find_alarms
 from lossscale.errors import StateError
 
 STEPS = 3 * blocks.BLOCK_STEPS + 100
@@ -152,6 +161,96 @@ def test_a_resumed_run_completes_its_roll_up(path):
     assert STEPS == sum(block.rows for block in run.blocks)
     assert [] == run.finished
     assert_same_blocks(run.blocks, read_run(path).blocks)
+
+
+def record_again(path, rows):
+    """Record steps with their scales, by a process of its own."""
+    with Recorder(path, policy={"min_scale": 1.0}, writers=()) as recorder:
+        for step, scale, applied in rows:
+            recorder.record(step=step, scale=scale, applied=applied)
+
+
+BRANCHES = {
+    "lower": [
+        [(s, 8.0, True) for s in range(1, 11)],
+        [(s, 2.0, True) for s in (9, 10)],
+    ],
+    "from the start": [[(1, 8.0, True), (2, 4.0, True)], [(1, 2.0, True)]],
+    "within a branch": [
+        [(1, 8.0, True), (2, 4.0, True), (3, 4.0, True)],
+        [(3, 16.0, True), (4, 1.0, True), (5, 1.0, True)],
+        [(5, 64.0, True), (6, 64.0, True)],
+        [(4, 2.0, True), (5, 2.0, True), (6, 4.0, True)],
+    ],
+    "at random": [
+        [
+            (step, 2.0 ** random.Random(97 * start + step).randrange(6), True)
+            for step in range(start, start + 40)
+        ]
+        for start in (1, 30, 20, 45, 45, 12)
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", BRANCHES)
+@pytest.mark.parametrize("is_one_process", [True, False])
+@pytest.mark.parametrize("is_rolled_up", [True, False])
+def test_moves_after_a_resume_are_those_of_the_steps_that_are_kept(
+    tmp_path, kind, is_one_process, is_rolled_up
+):
+    path, branches = tmp_path / "run.jsonl", BRANCHES[kind]
+    for rows in [list(chain(*branches))] if is_one_process else branches:
+        record_again(path, rows)
+    if not is_rolled_up:
+        rollup_path(path).unlink()
+    run = read_run(path)
+    taken = {}
+    for rows in branches:  # what is taken again replaces all that came after
+        taken = {s: scale for s, scale in taken.items() if s < rows[0][0]}
+        taken |= {step: scale for step, scale, _ in rows}
+    assert list(taken.items()) == [(r.step, r.scale) for r in run.records()]
+    moves = np.sign(np.diff(list(taken.values())))
+    assert int((moves > 0).sum()) == sum(block.growths for block in run.blocks)
+    assert int((moves < 0).sum()) == sum(block.backoffs for block in run.blocks)
+    assert len(taken) == run.rows
+
+
+@pytest.mark.parametrize("is_rolled_up", [True, False])
+def test_alarms_of_steps_that_were_taken_again_are_left_out(tmp_path, is_rolled_up):
+    path = tmp_path / "run.jsonl"
+    good = [(step, 1.0, True) for step in range(1, 6)]
+    early = [(step, 1.0, False) for step in range(6, 9)]
+    between = [(step, 1.0, True) for step in range(9, 700)]
+    late = [(step, 1.0, False) for step in range(700, 703)]
+    record_again(path, [*good, *early, *between, *late])
+    assert [8, 702] == [alarm.step for alarm in find_alarms(read_run(path))]
+    record_again(path, [(step, 1.0, True) for step in range(600, 800)])
+    if not is_rolled_up:
+        rollup_path(path).unlink()
+    run = read_run(path)
+    assert [8] == [alarm["step"] for alarm in run.events_of("alarm")]
+    assert [8] == [alarm.step for alarm in find_alarms(run)]
+    assert [8] == [alarm["step"] for alarm in RunFollower(path).alarms]
+    record_again(path, [(step, 1.0, True) for step in range(6, 20)])
+    report = json.loads(build_report([path], format="json"))["runs"][0]
+    assert (0, []) == (report["skipped"], report["alarms"])
+    assert not any("checkpoint" in text for text in report["advice"])
+
+
+def test_a_resumed_run_whose_lines_were_overwritten_is_read_with_one_warning(tmp_path):
+    """The roll-up says where these steps are; where they were, nothing can be read."""
+    path = tmp_path / "run.jsonl"
+    steps = [(step, 8.0, True) for step in range(1, 2001)]
+    record_again(path, [*steps, *steps[499:1500]])
+    head, *lines = path.read_bytes().splitlines(keepends=True)
+    damaged = [b"x" * (len(line) - 1) + b"\n" for line in lines[:1100]]
+    path.write_bytes(b"".join([head, *damaged, *lines[1100:]]))
+    words = f"1,024 lines could not be read, the first at byte {len(head)}"
+    with pytest.warns(RecordWarning, match=words) as warned:
+        run = read_run(path)
+    assert 1 == len(warned)
+    assert list(range(500, 1501)) == [record.step for record in run.records()]
+    assert 1001 == run.rows
 
 
 def test_a_part_of_the_steps_is_read_by_its_offset(path):

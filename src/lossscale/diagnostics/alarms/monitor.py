@@ -3,7 +3,8 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 from lossscale.diagnostics.alarms.detectors import (
     find_backoffs,
@@ -63,9 +64,9 @@ class AlarmMonitor:
         self._dtype = dtype
         self._recent: deque[StepRecord] = deque()
         self.use_policy(policy)
-        self._last_seen: dict[str, int] = {}
+        self._raised: dict[str, _Raised] = {}
         self._applied_in_a_row = 0
-        self._has_first_scale = False
+        self._search_ended: int | None = None
 
     def use_policy(self, policy: Mapping[str, Any] | None) -> None:
         """Set the policy, which may be known later than the first step."""
@@ -79,12 +80,17 @@ class AlarmMonitor:
         self._recent = deque(self._recent, maxlen=longest + 2)
 
     def update(self, record: StepRecord) -> list[Alarm]:
-        """Take a step, and return the alarms that it raises."""
+        """Take a step, and return the alarms that it raises.
+
+        A step that is not after the last one replaces those from there on.
+        """
+        if self._recent and record.step <= self._recent[-1].step:
+            self._go_back(record.step)
         lowered = bool(self._recent) and record.scale < self._recent[-1].scale
         self._recent.append(record)
         if not record.applied:
             self._applied_in_a_row = 0
-        elif not self._has_first_scale:
+        elif self._search_ended is None:
             self._applied_in_a_row += 1
             self._end_search()
         due = record.step % _TREND_INTERVAL == 0
@@ -93,7 +99,7 @@ class AlarmMonitor:
             return []
         recent = list(self._recent)
         candidates = []
-        if lowered and self._has_first_scale:
+        if lowered and self._search_ended is not None:
             candidates.append(find_backoffs(recent, self._rules, self._limits))
         if not record.applied:
             candidates.append(find_floor(recent, self._rules, self._limits))
@@ -110,14 +116,38 @@ class AlarmMonitor:
     def _end_search(self) -> None:
         """Forget the back-offs by which the run found its first scale."""
         if self._applied_in_a_row == _SEARCH_ENDS_AFTER:
-            self._has_first_scale = True
+            self._search_ended = self._recent[-1].step
             while len(self._recent) > _SEARCH_ENDS_AFTER:
                 self._recent.popleft()
 
+    def _go_back(self, step: int) -> None:
+        """Forget the steps from one on, and the alarms that they raised."""
+        while self._recent and self._recent[-1].step >= step:
+            self._recent.pop()
+        self._raised = {
+            kind: _Raised(raised.step, min(raised.last_seen, step - 1))
+            for kind, raised in self._raised.items()
+            if raised.step < step
+        }
+        if self._search_ended is not None and self._search_ended >= step:
+            self._search_ended = None
+            applied = takewhile(lambda record: record.applied, reversed(self._recent))
+            self._applied_in_a_row = len(list(applied))
+
     def _is_new(self, alarm: Alarm) -> bool:
-        last = self._last_seen.get(alarm.kind)
-        self._last_seen[alarm.kind] = alarm.step
-        return last is None or not 0 <= alarm.step - last <= self._limits.window
+        known = self._raised.get(alarm.kind)
+        is_new = known is None or alarm.step - known.last_seen > self._limits.window
+        start = alarm.step if known is None or is_new else known.step
+        self._raised[alarm.kind] = _Raised(start, alarm.step)
+        return is_new
+
+
+class _Raised(NamedTuple):
+    """When an alarm of some kind was raised last."""
+
+    step: int
+    last_seen: int
+    """The last step that would have raised it as well."""
 
 
 def scan(

@@ -35,7 +35,6 @@ from lossscale.diagnostics.records.rollup import (
     read_extremes,
 )
 from lossscale.diagnostics.records.run_file import (
-    Malformed,
     RecordWarning,
     RunFile,
     rollup_path,
@@ -63,8 +62,8 @@ def read_run(
         StateError: If it is not a recorded run, or cannot be read.
     """
     run = scan_run(path, on_progress=on_progress)
-    warn_of_malformed(run)
     run.replace_repeated()
+    warn_of_malformed(run)
     return run
 
 
@@ -273,9 +272,7 @@ class _Rest:
         self._builder.add_line(line.size)
 
     def _skip(self, line: Line) -> None:
-        lines, first = self._run.malformed
-        offset = first if lines else line.offset
-        self._run.malformed = Malformed(lines + 1, offset)
+        self._run.add_malformed(line.offset)
 
     def _keep(self) -> None:
         for block in self._builder.take():

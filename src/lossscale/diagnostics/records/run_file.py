@@ -5,7 +5,7 @@ Imports the standard library only.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -73,7 +73,8 @@ class RunFile:
         self.tensor_blocks: list[TensorBlock] = []
         """The extremes of the statistics, as far as they are rolled up."""
         self.events: list[Event] = []
-        """The lines that are not steps: resumed, alarm, closed."""
+        """The lines that are not steps: resumed, alarm, closed. The alarms of steps
+        that were taken again are not here."""
         self.malformed = Malformed()
         """The lines that could not be read."""
         self.rolled_up = start
@@ -160,25 +161,107 @@ class RunFile:
                     yield record
 
     def replace_repeated(self) -> None:
-        """Leave out steps that the run took again after it was resumed."""
-        limit, kept = 2**53, []
-        for block in reversed(self.blocks):
-            if block.first < limit:
-                kept.append(block if block.last < limit else self._cut(block, limit))
-                limit = block.first
-        self.blocks = kept[::-1]
+        """Leave out what the run took again after it was resumed from an earlier step.
 
-    def _cut(self, block: Block, limit: int) -> Block:
-        """Return a block without its steps from a limit on."""
+        That is its steps, and the alarms that they raised.
+        """
+        self.events = _without_replaced_alarms(self.events)
+        written, self.blocks = self.blocks, []
+        for index, limit in _find_kept(written):
+            before = written[index - 1] if index else None
+            block: Block | None = written[index]
+            if written[index].last >= limit:
+                block = self._cut(written[index], limit, before)
+            if block is not None:
+                follows = self.blocks[-1] if self.blocks else None
+                self.blocks.append(_compare(block, before, follows))
+
+    def _cut(self, block: Block, limit: int, before: Block | None) -> Block | None:
+        """Return a block without its steps from a limit on; `None` if it has no others.
+
+        Args:
+            block: Sums up steps before the limit as well.
+            limit: The first step that is left out.
+            before: The block that was written before it.
+        """
+        records = []
         with self.path.open("rb") as file:
-            records = [r for r in self._records_of(file, block) if r.step < limit]
+            for line in read_lines(file, block.offset, block.offset + block.size):
+                if line.value is None or isinstance(line.value, dict):
+                    continue
+                record = decode_step(line.value, self.names)
+                if record is None:
+                    if block.offset < self.rolled_up:  # the others are counted
+                        self.add_malformed(line.offset)
+                elif block.first <= record.step < limit:
+                    records.append(record)
+        if not records:
+            return None
         return summarize(
             records,
             offset=block.offset,
             size=block.size,
             dtype=self.dtype,
-            last_scale=None,
+            last_scale=None if before is None else before.last_scale,
         )
+
+    def add_malformed(self, offset: int) -> None:
+        """Count a line that could not be read."""
+        lines, first = self.malformed
+        self.malformed = Malformed(lines + 1, min(first, offset) if lines else offset)
+
+
+def _find_kept(blocks: Sequence[Block]) -> list[tuple[int, int]]:
+    """Return which blocks have steps that were not taken again.
+
+    Each comes with the first step that the blocks after it replace.
+    """
+    limit, kept = 2**53, []
+    for index in reversed(range(len(blocks))):
+        if blocks[index].first < limit:
+            kept.append((index, limit))
+            limit = blocks[index].first
+    return kept[::-1]
+
+
+def _compare(block: Block, before: Block | None, follows: Block | None) -> Block:
+    """Return a block whose first step is compared with the one that it follows.
+
+    Args:
+        block: A block of the run.
+        before: The block that was written before it, with which it was compared.
+        follows: The block before it, now that repeated steps are left out.
+    """
+    if before is follows:
+        return block
+    was, now = (_move(other, block) for other in (before, follows))
+    return block._replace(
+        growths=block.growths - (was > 0) + (now > 0),
+        backoffs=block.backoffs - (was < 0) + (now < 0),
+    )
+
+
+def _move(before: Block | None, block: Block) -> float:
+    """Return by how much the scale moved between two blocks."""
+    return 0.0 if before is None else block.first_scale - before.last_scale
+
+
+def _without_replaced_alarms(events: Sequence[Event]) -> list[Event]:
+    """Return events without the alarms of steps that were taken again."""
+    limit, kept = 2**53, []
+    for event in reversed(events):
+        after = _step_of(event.get("resumed"), "after_step")
+        limit = limit if after is None else min(limit, after)
+        step = _step_of(event.get("alarm"), "step")
+        if step is None or step <= limit:
+            kept.append(event)
+    return kept[::-1]
+
+
+def _step_of(value: Any, key: str) -> int | None:
+    """Return the step that an event names; `None` if it names none."""
+    step = value.get(key) if isinstance(value, dict) else None
+    return step if type(step) is int else None
 
 
 def rollup_path(path: str | os.PathLike[str]) -> Path:
