@@ -27,6 +27,7 @@ from lossscale.diagnostics import (
     read_run,
 )
 from lossscale.diagnostics.loggers import StepWriter
+from lossscale.diagnostics.records.appending import AppendOnlyFile, is_being_written
 from lossscale.diagnostics.records.layout import COLUMNS
 from lossscale.diagnostics.records.steps import read_report
 from lossscale.diagnostics.records.writer import RunWriter
@@ -404,6 +405,87 @@ def test_a_second_recorder_of_the_same_file_is_refused(path):
     pytest.importorskip("fcntl", reason="file locks need fcntl")
     with Recorder(path), pytest.raises(SettingError, match="another Recorder"):
         Recorder(path)
+
+
+def test_a_forked_process_keeps_no_lock(path):
+    """Such as the worker of a data loader, which outlives the recorder."""
+    pytest.importorskip("fcntl", reason="file locks need fcntl")
+    recorder = Recorder(path)
+    end, start = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(start)
+        os.read(end, 1)  # until the test ends
+        os._exit(0)
+    try:
+        recorder.close()
+        assert not is_being_written(path)
+        Recorder(path).close()
+    finally:
+        os.close(start)
+        os.close(end)
+        os.waitpid(child, 0)
+
+
+def test_a_copy_of_the_open_file_keeps_no_lock(path):
+    """A process that C forked has one, of which Python does not know."""
+    pytest.importorskip("fcntl", reason="file locks need fcntl")
+    file = AppendOnlyFile(path)
+    copy = os.dup(file._descriptor)
+    assert is_being_written(path)
+    file.close()
+    assert not is_being_written(path)
+    os.close(copy)
+
+
+def test_the_worker_of_a_killed_training_keeps_no_lock(path):
+    pytest.importorskip("fcntl", reason="file locks need fcntl")
+    program = (
+        "import os, signal, sys\n"
+        "from lossscale.diagnostics import Recorder\n"
+        f"recorder = Recorder({str(path)!r})\n"
+        "if os.fork():\n"
+        "    signal.pause()\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert b"ready" in process.stdout.readline()
+    process.kill()
+    process.wait(HANG_SECONDS)
+    try:
+        assert not is_being_written(path)
+        Recorder(path).close()
+    finally:  # the worker reads the end of its input
+        process.stdin.close()
+        process.stdout.close()
+
+
+def test_a_reader_that_looks_at_the_lock_does_not_stop_a_training(path):
+    fcntl = pytest.importorskip("fcntl", reason="file locks need fcntl")
+    Recorder(path).close()
+    with path.open("rb") as file:  # as a watch that looks, and is slow
+        fcntl.flock(file, fcntl.LOCK_SH)
+        release = threading.Timer(0.05, fcntl.flock, (file, fcntl.LOCK_UN))
+        release.start()
+        Recorder(path).close()
+        release.join()
+    stop = threading.Event()
+
+    def look():
+        while not stop.is_set():
+            is_being_written(path)
+
+    watch = threading.Thread(target=look)
+    watch.start()
+    try:
+        for _ in range(100):
+            Recorder(path).close()
+    finally:
+        stop.set()
+        watch.join()
 
 
 def test_rank_0_alone_is_recorded(path, monkeypatch):

@@ -5,7 +5,9 @@ Imports the standard library only.
 """
 
 import os
+import time
 from pathlib import Path
+from weakref import WeakSet
 
 from lossscale.errors import SettingError
 
@@ -15,8 +17,17 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
+_LOCK_SECONDS = 0.25
+"""How long to try to lock a file: `is_being_written` has it locked for a moment."""
+
+_PAUSE_SECONDS = 0.01
+
+
 class AppendOnlyFile:
-    """A file that is open for appending, and locked against a second writer."""
+    """A file that is open for appending, and locked against a second writer.
+
+    A process that was forked from its own, as data loaders do, does not have it open.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open the file, and make it if it is missing.
@@ -25,6 +36,7 @@ class AppendOnlyFile:
             SettingError: If it cannot be written, or another process is writing it.
         """
         self._descriptor = -1
+        self._is_locked = False
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
         try:
             self.is_new = not path.exists()
@@ -39,22 +51,32 @@ class AppendOnlyFile:
             kind = "a directory" if path.is_dir() else "not a regular file"
             message = f"{path} cannot be written: it is {kind}."
             raise SettingError(message)
-        self._lock(path)
-
-    def _lock(self, path: Path) -> None:
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._descriptor)
+        _open_files.add(self)
+        if not self._lock():
+            self.close()
             message = (
                 f"{path} is being written by another Recorder. Give each its own path; "
                 "on several ranks, pass every_rank=True or record rank 0 alone."
             )
-            raise SettingError(message) from None
-        except OSError:  # a file system without locks
-            pass
+            raise SettingError(message)
+
+    def _lock(self) -> bool:
+        """Lock the file; False if another process has it locked, and keeps it so."""
+        if fcntl is None:
+            return True
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return False
+            except OSError:  # a file system without locks
+                return True
+            else:
+                self._is_locked = True
+                return True
+            time.sleep(_PAUSE_SECONDS)
 
     @property
     def size(self) -> int:
@@ -77,9 +99,30 @@ class AppendOnlyFile:
 
     def close(self) -> None:
         """Close the file, and release its lock."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._is_locked:
+            # A process that was forked out of Python's sight has the file open as well,
+            # and would keep the lock that closing it here leaves.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        self.close_in_child()
+
+    def close_in_child(self) -> None:
+        """Close the file in a forked process; its lock is left to the one before."""
+        descriptor, self._descriptor = self._descriptor, -1
+        self._is_locked = False
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+_open_files: "WeakSet[AppendOnlyFile]" = WeakSet()
+
+
+def _close_in_child() -> None:
+    for file in list(_open_files):
+        file.close_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def cannot_be_written(path: Path, error: Exception) -> SettingError:
