@@ -10,7 +10,7 @@ import pytest
 from helpers.limits import HANG_SECONDS
 from helpers.runs import record_run
 
-from lossscale.diagnostics import Recorder
+from lossscale.diagnostics import Recorder, read_run
 from lossscale.diagnostics.live import render_run, sparkline
 from lossscale.diagnostics.records.follower import RunFollower
 from lossscale.errors import StateError
@@ -58,6 +58,23 @@ def test_a_run_that_was_overwritten_is_read_again(path):
     assert 5 == follower.steps
 
 
+def test_a_shorter_run_that_was_overwritten_by_a_longer_one_is_read_again(path):
+    """In place: the file is the same, and it is longer than what was read of it."""
+    with Recorder(path, writers=(), name="old") as recorder:
+        for step in range(1, 6):
+            recorder.record(scale=8.0, applied=step != 3)
+    follower = RunFollower(path)
+    overwrite = Recorder(path, writers=(), name="new", if_exists="overwrite")
+    with overwrite as recorder:
+        for _ in range(400):
+            recorder.record(scale=64.0, applied=True)
+        recorder.flush()
+        follower.update()
+        seen = (follower.title, follower.steps, follower.skipped, follower.last_skip)
+        assert ("new", 400, 0, None) == seen
+        assert {64.0} == {record.scale for record in follower.recent}
+
+
 def test_steps_that_are_taken_again_are_counted_once(path):
     with Recorder(path, writers=(), flush_seconds=0) as recorder:
         for step in range(1, 11):
@@ -86,6 +103,36 @@ def test_a_run_that_is_gone_is_one_error(path):
     path.unlink()
     with pytest.raises(StateError, match="cannot be read"):
         follower.update()
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_what_was_read_of_a_run_that_is_gone_is_still_shown(path, is_closed):
+    with Recorder(path, writers=()) as recorder:
+        recorder.record(scale=8.0, applied=True)
+        recorder.flush()
+        follower = RunFollower(path)
+        if not is_closed:
+            path.unlink()
+            assert "run  step 1, its file is gone" == render_run(follower, 80)[0]
+            return
+    follower.update()
+    path.unlink()
+    assert "run  step 1, ended" == render_run(follower, 80)[0]
+
+
+def test_a_run_that_goes_while_it_is_read_is_one_error(path, monkeypatch):
+    record_run(path, 5)
+
+    def read_and_remove(name):
+        run = read_run(name)
+        path.unlink()
+        return run
+
+    monkeypatch.setattr(
+        "lossscale.diagnostics.records.follower.read_run", read_and_remove
+    )
+    with pytest.raises(StateError, match="cannot be read: No such file"):
+        RunFollower(path)
 
 
 @pytest.mark.parametrize("width", [10, 40, 80, 200])
@@ -194,6 +241,43 @@ def test_the_live_view_follows_resizes_and_quits(path):
                 assert max(map(len, lines)) <= 50
                 await pilot.press("q")
             assert not app.is_running
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize("way", ["removed", "moved", "emptied"])
+def test_the_live_view_outlives_its_file_and_finds_it_again(path, way):
+    pytest.importorskip("textual", reason="textual is not installed")
+    import asyncio
+
+    from lossscale.cli.watch_app import WatchApp
+
+    async def use():
+        record_run(path, 20)
+        content = path.read_bytes()
+        path.write_bytes(content[: content.index(b'{"closed"')])  # as if it goes on
+        app = WatchApp(RunFollower(path))
+        async with app.run_test(size=(120, 30)) as pilot:
+            shown = app.query_one("#run")
+            if way == "moved":
+                path.rename(path.with_name("elsewhere"))
+            elif way == "removed":
+                path.unlink()
+            else:
+                path.write_bytes(b"")
+            app.follow()
+            await pilot.pause()
+            text = str(shown.render())
+            assert "step 20" in text
+            assert ("is empty" if way == "emptied" else "cannot be read") in text
+            await pilot.resize_terminal(100, 20)
+            await pilot.pause()
+            path.write_bytes(content)
+            app.follow()
+            await pilot.pause()
+            assert ", ended" in str(shown.render()).splitlines()[0]
+            await pilot.press("q")
+        assert not app.is_running
 
     asyncio.run(use())
 

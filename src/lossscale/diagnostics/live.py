@@ -6,7 +6,6 @@ library only.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 from lossscale.diagnostics.formats import headroom
@@ -119,7 +118,7 @@ def _state(run: RunFollower) -> str:
     elif run.is_live:
         state = "running"
     else:
-        state = f"last written {_ago(run)} ago, not closed"
+        state = _last_written(run.seconds_since_written)
     return ", ".join(filter(None, (step, speed, state)))
 
 
@@ -129,10 +128,13 @@ def _speed(recent: Sequence[StepRecord]) -> str:
     return f"{(len(last) - 1) / seconds:.3g} steps/s" if seconds > 0 else ""
 
 
-def _ago(run: RunFollower) -> str:
-    seconds = max(0, round(time.time() - run.path.stat().st_mtime))
+def _last_written(ago: float | None) -> str:
+    if ago is None:
+        return "its file is gone"
+    seconds = round(ago)
     minutes = seconds // 60
-    return f"{seconds} s" if minutes < 1 else f"{minutes:,} min"
+    since = f"{seconds} s" if minutes < 1 else f"{minutes:,} min"
+    return f"last written {since} ago, not closed"
 
 
 def _skips(run: RunFollower) -> list[str]:

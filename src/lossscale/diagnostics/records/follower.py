@@ -5,15 +5,19 @@ Imports the standard library only.
 """
 
 import os
+import time
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lossscale.diagnostics.records.appending import is_being_written
 from lossscale.diagnostics.records.description import merge_description
 from lossscale.diagnostics.records.layout import decode_step, is_name_list
 from lossscale.diagnostics.records.lines import read_lines
 from lossscale.diagnostics.records.reader import open_regular, read_run
+from lossscale.errors import StateError
 
 if TYPE_CHECKING:
     from lossscale.diagnostics.records.steps import StepRecord
@@ -50,9 +54,17 @@ class RunFollower:
             StateError: If it is not a recorded run, or cannot be read.
         """
         self.path = Path(path)
-        self._start()
+        with _one_error(self.path):
+            self._start()
 
     def _start(self) -> None:
+        # First: a file that takes its place meanwhile is seen by the next update.
+        with open_regular(self.path) as file:
+            identity = _identify(file)
+        self._read()
+        self._identity = identity
+
+    def _read(self) -> None:
         run = read_run(self.path)
         self.header: dict[str, Any] = run.header
         """The first line of the run, and what was described later."""
@@ -78,7 +90,6 @@ class RunFollower:
         self._last = run.last_step
         self._names = list(run.names)
         self._end = run.end
-        self._file = _identity(self.path)
         for event in run.events:
             self._take_event(event)
 
@@ -92,15 +103,23 @@ class RunFollower:
         """Whether a process is writing the run; False where that cannot be known."""
         return is_being_written(self.path)
 
+    @property
+    def seconds_since_written(self) -> float | None:
+        """How long ago the run was written last; `None` if its file is gone."""
+        try:
+            return max(0.0, time.time() - self.path.stat().st_mtime)
+        except OSError:
+            return None
+
     def update(self) -> None:
         """Read what was appended; a run that was overwritten is read from its start.
 
         Raises:
             StateError: If it cannot be read any more.
         """
-        with open_regular(self.path) as file:
+        with _one_error(self.path), open_regular(self.path) as file:
             size = os.fstat(file.fileno()).st_size
-            if size < self._end or _identity(self.path) != self._file:
+            if size < self._end or _identify(file) != self._identity:
                 self._start()
                 return
             for line in read_lines(file, self._end, size):
@@ -143,6 +162,23 @@ class RunFollower:
             self.ended = "closed" in event
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino
+def _identify(file: BinaryIO) -> tuple[int, int, bytes]:
+    """Return what tells a run from one that is put into its place, or written over it.
+
+    The number of the run comes first in its header.
+    """
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, file.read(_HEAD_BYTES)
+
+
+_HEAD_BYTES = 256
+
+
+@contextmanager
+def _one_error(path: Path) -> Iterator[None]:
+    """Raise a `StateError` where a file cannot be read any more, or is removed."""
+    try:
+        yield
+    except OSError as error:
+        message = f"{path} cannot be read: {error.strerror or error}."
+        raise StateError(message) from None
