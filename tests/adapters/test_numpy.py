@@ -11,8 +11,14 @@ from conformance import (
 )
 
 import lossscale.numpy as ls
-from lossscale import Fixed, ScaleState, Signal
-from lossscale.errors import GradientError, SettingError
+from lossscale import Dynamic, Fixed, ScaleState, Signal
+from lossscale.errors import (
+    GradientError,
+    SettingError,
+    SettingTypeError,
+    StateError,
+)
+from lossscale.presets import PRESETS
 
 
 class TestNumpy(
@@ -40,8 +46,6 @@ def test_a_loss_that_is_no_float_is_refused():
 
 
 def test_a_policys_own_first_state_is_taken_in_float32():
-    from lossscale import Dynamic
-
     policy = Dynamic(init_scale=7.3, growth_factor=1.7, growth_interval=1)
     after = ls.update(policy, policy.init(), Signal(True))
     assert np.float32 == after.scale.dtype
@@ -76,8 +80,6 @@ def test_it_works_where_numpy_raises_on_everything():
     ids=["elementwise", "empty", "one in a row", "masked"],
 )
 def test_a_flag_of_another_shape_never_makes_a_vector_of_the_state(wrong):
-    from lossscale import Dynamic
-
     with pytest.raises(GradientError, match="one boolean"):
         ls.update(Dynamic(), state(8.0), Signal(wrong))
 
@@ -124,9 +126,34 @@ def test_a_norm_beyond_float32_sums_is_still_finite():
 
 
 def test_signals_of_any_boolean_kind_are_taken():
-    from lossscale import Dynamic
-
     policy = Dynamic()
     for true in (True, np.True_, np.array(True)):
         after = ls.update(policy, ls.init(policy), Signal(true))
         assert ScaleState(65536.0, 1, 0) == after
+
+
+def test_what_is_no_policy_is_refused():
+    for wrong, fix in (
+        (Dynamic, r"Write Dynamic\(\)\."),
+        (8.0, r"such as .* got 8.0\."),
+        ("torch", r"presets.get\('torch'\)"),
+        (PRESETS["torch"], r"Pass the \.policy of the Preset\."),
+    ):
+        with pytest.raises(SettingTypeError, match=f"^policy must be a policy.*{fix}"):
+            ls.init(wrong)
+
+
+def test_arguments_in_another_order_are_reported():
+    policy = Dynamic()
+    first, grads = ls.init(policy), [np.ones(2)]
+    for call, given in (
+        (lambda: ls.scale(first, 1.0), "a float"),
+        (lambda: ls.scale(1.0, 8), "an int"),
+        (lambda: ls.scale(1.0, Fixed(8.0)), "a Fixed"),
+        (lambda: ls.unscale(first, np.ones(2)), "a NumPy array"),
+        (lambda: ls.unscale(first, grads), "a list"),
+        (lambda: ls.update(first, policy, Signal(True)), "a Dynamic"),
+    ):
+        words = rf"The state is {given}, expected the ScaleState .*scale\(loss, state\)"
+        with pytest.raises(StateError, match=words):
+            call()

@@ -194,12 +194,13 @@ def test_a_loss_that_is_not_finite_leaves_the_search_if_the_rule_says_so():
     ("settings", "words"),
     [
         ({"margin": -1}, "margin must be a number from 0 to 32"),
-        ({"jump": 0}, "jump must be a whole number"),
+        ({"jump": 0}, "jump must be a whole number of doublings"),
+        ({"tries": 0}, "tries must be a whole number of tries"),
         ({"tries": 2.5}, "tries must be a whole number"),
         ({"jump": 100, "tries": 3}, "at most 252 doublings, got 100 * 3"),
         ({"tries": 64}, "at most 252 doublings, got 4 * 64"),
         ({"largest": -1.0}, "positive"),
-        ({"rule": 8.0}, "rule must be a Dynamic"),
+        ({"rule": 8.0}, "Write AutoStart(rule=Dynamic(init_scale=8.0))."),
     ],
 )
 def test_a_wrong_setting_is_refused(settings, words):

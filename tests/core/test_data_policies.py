@@ -34,6 +34,7 @@ from lossscale import (
 from lossscale.core.data_policies import octaves
 from lossscale.core.state import is_state
 from lossscale.errors import LossScaleError, SettingError, SettingTypeError, StateError
+from lossscale.presets import PRESETS
 
 KINDS = [
     Headroom,
@@ -392,6 +393,11 @@ def test_the_floor_rises_on_its_schedule():
         (Headroom, {"window": 10**7}, "at most 1,000,000 steps"),
         (Headroom, {"largest": 0.0}, "positive"),
         (Headroom, {"rule": 1024.0}, "rule must be a Dynamic"),
+        (Headroom, {"rule": 8}, "Write Headroom(rule=Dynamic(init_scale=8.0))."),
+        (Headroom, {"rule": Dynamic}, "Write Headroom(rule=Dynamic())."),
+        (LogMax, {"rule": "torch"}, "Write LogMax(rule=presets.get('torch'))."),
+        (LogMax, {"rule": PRESETS["torch"]}, "Write LogMax(rule=preset.policy)."),
+        (Headroom, {"rule": math.nan}, "rule must be a Dynamic, got nan."),
         (LogMax, {"deviations": math.nan}, "deviations"),
         (LogMax, {"patience": 0}, "1 or more"),
         (Histogram, {"edge": -1.0}, "positive"),

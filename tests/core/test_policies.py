@@ -100,6 +100,21 @@ def test_a_first_scale_outside_the_bounds_is_refused(first):
         Dynamic(init_scale=first, min_scale=1.0, max_scale=16.0)
 
 
+def test_a_default_outside_the_bounds_is_called_the_default():
+    words = r"init_scale=65536.0 \(the default\) .* Pass init_scale too, .*=4096.0\."
+    with pytest.raises(SettingError, match=words):
+        Dynamic(max_scale=4096.0)
+    with pytest.raises(SettingError, match=r"^init_scale=8.0 must .*=16.0\.$"):
+        Dynamic(init_scale=8.0, min_scale=16.0)
+
+
+def test_a_count_says_what_it_counts():
+    with pytest.raises(SettingError, match="a whole number of overflows, 1 or more"):
+        Dynamic(hysteresis=0)
+    with pytest.raises(SettingError, match="a whole number of steps, 1 or more"):
+        Dynamic(growth_interval=0)
+
+
 def test_two_ways_to_back_off_are_refused():
     with pytest.raises(SettingError, match="give one of them"):
         Dynamic(backoff_factor=0.5, backoff_divisor=2.0)

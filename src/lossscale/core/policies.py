@@ -254,7 +254,9 @@ class Dynamic(_Prepared):
             "growth_interval": validation.check_count(
                 "growth_interval", self.growth_interval
             ),
-            "hysteresis": validation.check_count("hysteresis", self.hysteresis),
+            "hysteresis": validation.check_count(
+                "hysteresis", self.hysteresis, "overflows"
+            ),
             "min_scale": validation.check_scale("min_scale", self.min_scale),
             "max_scale": validation.check_scale("max_scale", self.max_scale),
             "backoff_divisor": divisor,
@@ -282,9 +284,12 @@ class Dynamic(_Prepared):
             )
             raise SettingError(message)
         if not self.min_scale <= self.init_scale <= self.max_scale:
+            nearest = max(self.min_scale, min(self.init_scale, self.max_scale))
+            origin = " (the default)" if self.init_scale == Dynamic.init_scale else ""
             message = (
-                f"init_scale={self.init_scale!r} must lie between "
-                f"min_scale={self.min_scale!r} and max_scale={self.max_scale!r}."
+                f"init_scale={self.init_scale!r}{origin} must lie between "
+                f"min_scale={self.min_scale!r} and max_scale={self.max_scale!r}. Pass "
+                f"init_scale too, such as init_scale={nearest!r}."
             )
             raise SettingError(message)
         object.__setattr__(self, "settings", self._settings())

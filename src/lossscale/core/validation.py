@@ -11,8 +11,13 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-from lossscale.core.state import Signal
-from lossscale.errors import GradientError, SettingError, SettingTypeError
+from lossscale.core.state import Signal, is_state
+from lossscale.errors import (
+    GradientError,
+    SettingError,
+    SettingTypeError,
+    StateError,
+)
 
 FLOAT32_MAX = float.fromhex("0x1.fffffep+127")
 """The largest float32 number."""
@@ -45,6 +50,28 @@ def format_value(value: Any) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
+def name_type(value: Any) -> str:
+    """Return what the caller would call the type of a value, such as "JAX array"."""
+    name = type(value).__name__
+    if name.endswith("Tracer"):
+        return "JAX array"
+    return _TYPE_NAMES.get(name, name)
+
+
+def describe_type(value: Any) -> str:
+    """Return the type of a value with its article, such as "an int"."""
+    name = name_type(value)
+    return f"{'an' if name[:1] in set('AEIOUaeiou') else 'a'} {name}"
+
+
+_TYPE_NAMES = {
+    "ArrayImpl": "JAX array",
+    "ndarray": "NumPy array",
+    "EagerTensor": "TensorFlow tensor",
+}
+"""What libraries call the types of their arrays themselves."""
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return " Did you mean ...?" for an unknown name, or an empty string."""
     from difflib import get_close_matches  # noqa: PLC0415  # only an error needs it
@@ -75,9 +102,9 @@ def check_number(name: str, value: Any, expected: str) -> float:
     return max(-FLOAT32_MAX, min(result, FLOAT32_MAX))
 
 
-def check_count(name: str, value: Any) -> int:
-    """Return `value` as an int of at least 1."""
-    expected = "a whole number of steps, 1 or more"
+def check_count(name: str, value: Any, unit: str = "steps") -> int:
+    """Return `value` as an int of at least 1; `unit` says what it counts."""
+    expected = f"a whole number of {unit}, 1 or more"
     if isinstance(value, bool) or not isinstance(value, Integral):
         message = (
             f"{name} must be {expected}, got {format_value(value)} "
@@ -173,6 +200,24 @@ def require_signal(signal: Any) -> None:
             f"{format_value(signal)}."
         )
         raise GradientError(message)
+
+
+def require_state(state: Any, usage: str = "") -> None:
+    """Raise unless this is a state: arguments of a step are easily swapped.
+
+    Args:
+        state: What a function was given as the state.
+        usage: How else the adapter's functions take a state, as a sentence.
+    """
+    if is_state(state):
+        return
+    message = (
+        f"The state is {describe_type(state)}, expected the ScaleState that "
+        f"init(policy) or the previous step returned. {usage}It is the second argument "
+        "of scale(loss, state), unscale(grads, state) and update(policy, state, "
+        "signal)."
+    )
+    raise StateError(message)
 
 
 def plain_number(value: Any) -> Any:

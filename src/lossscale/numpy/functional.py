@@ -30,10 +30,10 @@ from lossscale.core.measurements import (
     find_edge,
     list_fields,
 )
-from lossscale.core.policies import Policy, advance
+from lossscale.core.policies import Policy, advance, require_policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal, list_dtypes
-from lossscale.core.validation import format_value, require_signal
+from lossscale.core.validation import format_value, require_signal, require_state
 from lossscale.errors import GradientError, MissingPackageError
 
 if np.lib.NumpyVersion(np.__version__) < "2.0.0":
@@ -53,6 +53,7 @@ def init(policy: Policy, state: ScaleState | None = None) -> ScaleState:
         state: A state to continue from, such as one that `from_portable` returned.
 
     Raises:
+        SettingTypeError: If `policy` is not a policy.
         StateError: If the policy cannot continue from the state.
 
     Example:
@@ -60,6 +61,7 @@ def init(policy: Policy, state: ScaleState | None = None) -> ScaleState:
         >>> ls.init(lossscale.Dynamic()).scale
         np.float32(65536.0)
     """
+    require_policy(policy)
     first = policy.init() if state is None else check_state(policy, state)
     return _to_arrays(first, list_dtypes(first))
 
@@ -71,12 +73,14 @@ def scale(loss: Any, state: ScaleState) -> Any:
 
     Raises:
         GradientError: If a loss is not a floating-point number.
+        StateError: If `state` is not a `ScaleState`.
 
     Example:
         >>> import numpy as np, lossscale, lossscale.numpy as ls
         >>> ls.scale(np.float16(2.0), ls.init(lossscale.Fixed(1024.0)))
         np.float32(2048.0)
     """
+    require_state(state)
 
     def multiply(path: str, leaf: Any) -> Any:
         # A backward pass starts from a plain 1; an integer array is a mistake.
@@ -108,6 +112,7 @@ def unscale(
 
     Raises:
         GradientError: If a gradient is not floating-point.
+        StateError: If `state` is not a `ScaleState`.
 
     Example:
         >>> import numpy as np, lossscale, lossscale.numpy as ls
@@ -117,6 +122,7 @@ def unscale(
         ({'w': array([2., 1.])}, True)
     """
     names = check_measurements(measure)
+    require_state(state)
     with np.errstate(all="ignore"):
         inverse = np.float32(1.0) / np.float32(state.scale)
 
@@ -137,6 +143,7 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
 
     Raises:
         GradientError: If `signal` is not a `Signal`, or its flag is not boolean.
+        StateError: If `state` is not a `ScaleState`.
 
     Example:
         >>> import lossscale, lossscale.numpy as ls
@@ -145,6 +152,7 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         np.float32(32768.0)
     """
     require_signal(signal)
+    require_state(state)
     if not isinstance(state.scale, (np.generic, np.ndarray)):
         state = init(policy, state)  # a policy's own first state: Python's float64
     finite = _flags(signal.finite)

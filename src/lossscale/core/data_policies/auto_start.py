@@ -94,14 +94,16 @@ class AutoStart(RuleBased, _Prepared):
         super().__post_init__()
         checked: dict[str, Any] = {
             "margin": validation.check_between("margin", self.margin, 0, 32),
-            "tries": validation.check_count("tries", self.tries),
+            "tries": validation.check_count("tries", self.tries, "tries"),
             "largest": validation.check_scale("largest", self.largest),
         }
         if self.jump is None:
             to_one = math.log2(self.rule.init_scale) / checked["tries"]
             jump = max(_LEAST_JUMP, math.ceil(to_one))
         else:
-            jump = checked["jump"] = validation.check_count("jump", self.jump)
+            jump = checked["jump"] = validation.check_count(
+                "jump", self.jump, "doublings"
+            )
         if jump * checked["tries"] > _MOST_DOUBLINGS:
             message = (
                 f"jump * tries must be at most {_MOST_DOUBLINGS} doublings, got "

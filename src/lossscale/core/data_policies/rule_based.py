@@ -2,13 +2,20 @@
 """What the data policies share: the rule that they fall back to, and its bounds."""
 
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from lossscale.core.measurements import Measurement
 from lossscale.core.policies import Dynamic
 from lossscale.core.rule import transition
 from lossscale.core.state import Array, ScaleState, Signal, State, Where
-from lossscale.core.validation import SMALLEST_NORMAL, as_float32, format_value
+from lossscale.core.validation import (
+    FLOAT32_MAX,
+    SMALLEST_NORMAL,
+    as_float32,
+    format_value,
+    name_type,
+)
 from lossscale.errors import SettingTypeError
 
 NEVER = 2**31 - 2
@@ -25,8 +32,30 @@ class RuleBased:
     def __post_init__(self) -> None:
         """Check the rule."""
         if not isinstance(self.rule, Dynamic):
-            message = f"rule must be a Dynamic, got {format_value(self.rule)}."
+            message = (
+                f"rule must be a Dynamic, got {format_value(self.rule)}."
+                f"{self._suggest_rule()}"
+            )
             raise SettingTypeError(message)
+
+    def _suggest_rule(self) -> str:
+        """Return what to write instead of what was given as the rule, if it is known.
+
+        The argument keeps its name: in some policies other settings come before it.
+        """
+        given: Any = self.rule
+        is_number = isinstance(given, Real) and not isinstance(given, bool)
+        if is_number and SMALLEST_NORMAL <= given <= FLOAT32_MAX:
+            rule = f"Dynamic(init_scale={float(given)!r})"
+        elif given is Dynamic:
+            rule = "Dynamic()"
+        elif isinstance(given, str):
+            rule = "presets.get('torch')"
+        elif isinstance(getattr(given, "policy", None), Dynamic):
+            rule = f"{name_type(given).lower()}.policy"
+        else:
+            return ""
+        return f" Write {type(self).__name__}(rule={rule})."
 
     @property
     def wants(self) -> tuple[Measurement, ...]:
