@@ -13,7 +13,7 @@ consensus.py       one decision for all devices of a mapped axis
 report.py          which leaves were not finite, by key path
 explanation/       why a batch was not finite: its jaxpr, equation by equation
 alarm.py           a warning after many skipped steps in a row
-arguments.py       validation of policies, states, argument positions and flags
+arguments.py       validation of functions, states, argument positions and flags
 function_names.py  a function's name for a wrapper that takes the state as well
 export.py          registration with `jax.export`
 types.py           names for the types in signatures

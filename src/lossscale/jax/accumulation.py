@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from lossscale.core import validation
-from lossscale.core.policies import Policy, wanted_measurements
+from lossscale.core.policies import Policy, require_policy, wanted_measurements
 from lossscale.core.state import Array, ScaleState, Signal
 from lossscale.jax import functional, gradient
 from lossscale.jax.arguments import (
-    check_policy,
+    check_function,
     check_state,
     get_argument,
     normalize_argnums,
@@ -84,7 +84,8 @@ def accumulate_gradients(
         passthrough: Which gradients are not unscaled; see `unscale`.
 
     Raises:
-        SettingTypeError: If `policy` is not a policy.
+        SettingTypeError: If `fun` is not a function, `policy` not a policy, or
+            `has_aux` not a boolean.
         SettingError: If `on_overflow` is neither "drop" nor "skip".
 
     Example:
@@ -96,7 +97,9 @@ def accumulate_gradients(
         >>> float(grads), bool(signal.finite), float(state.scale), used.tolist()
         (2.0, True, 4.0, [True, False, True])
     """
-    check_policy(policy)
+    check_function("fun", fun, "a function that returns the loss")
+    require_policy(policy)
+    validation.check_bool("has_aux", has_aux)
     drops = (
         validation.check_choice("on_overflow", on_overflow, ("drop", "skip")) == "drop"
     )

@@ -56,7 +56,7 @@ class CollapseAlarm:
             SettingError: If `limit` is not at least 1, or `on_collapse` is neither
                 "warn" nor "raise".
         """
-        self._limit = validation.check_count("limit", limit)
+        self._limit = validation.check_count("limit", limit, "skipped steps")
         choices = ("warn", "raise")
         self._raises = (
             validation.check_choice("on_collapse", on_collapse, choices) == "raise"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of arguments: policies, states, argument positions, flags."""
+"""Validation of arguments: functions, states, argument positions, flags."""
 
 import operator
 from typing import Any
@@ -8,33 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.core.policies import Policy
-from lossscale.core.state import Array, is_state
-from lossscale.core.validation import format_value
-from lossscale.errors import GradientError, SettingError, SettingTypeError, StateError
-
-
-def check_policy(policy: object) -> None:
-    """Raise unless this is a policy, before anything is traced."""
-    if isinstance(policy, type) or not isinstance(policy, Policy):
-        message = (
-            "policy must be a policy, such as lossscale.Dynamic(), got "
-            f"{format_value(policy)}."
-        )
-        raise SettingTypeError(message)
+from lossscale.core.state import Array
+from lossscale.core.validation import format_value, require_state
+from lossscale.errors import GradientError, SettingError, SettingTypeError
 
 
 def check_state(state: object) -> None:
     """Raise unless this is a state: arguments of a step are easily swapped."""
-    if is_state(state):
-        return
-    message = (
-        f"The state is a {type(state).__name__}, expected the ScaleState that "
-        "init(policy) or the previous step returned. The state is the first argument "
-        "of a step, as in step(state, params, batch), and the second of "
-        "scale(loss, state), unscale(grads, state) and update(policy, state, signal)."
-    )
-    raise StateError(message)
+    require_state(state, "A step takes it first, as in step(state, params, batch). ")
+
+
+def check_function(name: str, function: object, expected: str) -> None:
+    """Raise unless this can be called, before anything is traced."""
+    if not callable(function):
+        message = f"{name} must be {expected}, got {format_value(function)}."
+        raise SettingTypeError(message)
 
 
 def normalize_argnums(name: str, argnums: Any) -> int | tuple[int, ...]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from lossscale.core import portable, validation
 from lossscale.core.measurements import Measurement, check_measurements
-from lossscale.core.policies import Dynamic, Policy, advance
+from lossscale.core.policies import Dynamic, Policy, advance, require_policy
 from lossscale.core.state import Array, ScaleState, Signal, list_dtypes
 from lossscale.core.validation import format_value, require_signal
 from lossscale.errors import GradientError
@@ -55,6 +55,7 @@ def init(
             `NamedSharding(mesh, PartitionSpec())`, is not compiled a second time.
 
     Raises:
+        SettingTypeError: If `policy` is not a policy.
         StateError: If the policy cannot continue from the state.
 
     Example:
@@ -62,6 +63,7 @@ def init(
         >>> ls.init(lossscale.Dynamic()).scale
         Array(65536., dtype=float32)
     """
+    require_policy(policy)
     first = policy.init() if state is None else portable.check_state(policy, state)
     if isinstance(policy, Dynamic):
         first = first._replace(scale=min(first.scale, policy.max_scale))
@@ -275,6 +277,7 @@ def select(finite: Array, new: PyTree, old: PyTree) -> PyTree:
     applied = to_flag(finite)
     selection.check_same_structure(new, old)
     if isinstance(finite, (bool, np.bool_)):
+        selection.check_array_types(new, old)
         return new if finite else old
     selection.check_distinct_arrays(new, old)
     return selection.select_leaves(applied, new, old)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lossscale.core.validation import format_value
-from lossscale.errors import StructureError
+from lossscale.errors import GradientError, StructureError
 from lossscale.jax import gradient
 from lossscale.jax.consensus import has_axis
 from lossscale.jax.gradient import is_overwrite_with_gradient
@@ -96,6 +96,7 @@ def nonfinite_leaves(
         passthrough: The same function that was passed to `leaf_flags`.
 
     Raises:
+        GradientError: If `flags` are not those of `leaf_flags`.
         StructureError: If there are more or fewer gradients than flags.
 
     Example:
@@ -105,6 +106,12 @@ def nonfinite_leaves(
         {"['kernel']": 'inf'}
     """
     paths = [path for path, _ in gradient.list_gradients(tree, passthrough)]
+    if not isinstance(flags, (tuple, list)) or len(flags) != len(LeafFlags._fields):
+        message = (
+            "flags must be what leaf_flags(grads) returned, as in "
+            f"nonfinite_leaves(grads, leaf_flags(grads)), got {format_value(flags)}."
+        )
+        raise GradientError(message)
     finite, nan, too_large = (np.asarray(row) for row in flags)
     if finite.shape != (len(paths),):
         message = (

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from lossscale.core import validation
 from lossscale.core.state import ScaleState, Signal
+from lossscale.jax.arguments import check_function
 from lossscale.jax.function_names import copy_name
 from lossscale.jax.selection import select_leaves
 from lossscale.jax.types import PyTree
@@ -63,6 +64,7 @@ def with_retries(
 
     Raises:
         SettingError: If `retries` is not at least 1.
+        SettingTypeError: If `step` is not a function.
 
     Example:
         >>> import jax, jax.numpy as jnp, lossscale, lossscale.jax as ls
@@ -74,7 +76,8 @@ def with_retries(
         >>> float(grads), bool(signal.finite), float(state.scale), int(retries)
         (4.0, True, 8192.0, 3)
     """
-    limit = validation.check_count("retries", retries)
+    check_function("step", step, "what value_and_grad(fun, policy) returned")
+    limit = validation.check_count("retries", retries, "retries")
 
     @copy_name(step)
     def step_with_retries(

@@ -62,17 +62,17 @@ def has_same_structure(new: PyTree, old: PyTree) -> bool:
     return new_structure == jax.tree.structure(old)
 
 
+def list_paths(tree: PyTree) -> list[str]:
+    """Return the key path of every leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path) for path, _ in leaves]
+
+
 def check_same_structure(new: PyTree, old: PyTree) -> None:
     """Raise a `StructureError` that names the leaves in which two trees differ."""
     if has_same_structure(new, old):
         return
-    new_paths, old_paths = (
-        [
-            jax.tree_util.keystr(path)
-            for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-        ]
-        for tree in (new, old)
-    )
+    new_paths, old_paths = list_paths(new), list_paths(old)
     only_new = [path for path in new_paths if path not in old_paths]
     only_old = [path for path in old_paths if path not in new_paths]
     if only_new or only_old:
@@ -88,6 +88,31 @@ def check_same_structure(new: PyTree, old: PyTree) -> None:
             f"{format_value(jax.tree.structure(old))}."
         )
     raise StructureError(message)
+
+
+def check_array_types(new: PyTree, old: PyTree) -> None:
+    """Raise if two arrays at one place differ in dtype or shape."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    if all(
+        new_leaf is old_leaf or _is_alike(new_leaf, old_leaf)
+        for new_leaf, old_leaf in pairs
+    ):
+        return
+
+    def check(path: KeyPath, new_leaf: Any, old_leaf: Any) -> None:
+        if _is_array(new_leaf) and _is_array(old_leaf):
+            _check_array_type(path, new_leaf, old_leaf)
+
+    jax.tree_util.tree_map_with_path(check, new, old)
+
+
+def _is_alike(new: Any, old: Any) -> bool:
+    """Whether two leaves have the same dtype and shape, compared without JAX."""
+    try:
+        alike: bool = new.dtype == old.dtype and new.shape == old.shape
+    except AttributeError:  # a number, or no array at all
+        return False
+    return alike
 
 
 def check_distinct_arrays(new: PyTree, old: PyTree) -> None:
@@ -112,25 +137,31 @@ def _select_leaf(
     """Return one of two leaves; NaN in the other does not matter."""
     if new is old:
         return new
-    location = jax.tree_util.keystr(path) or "the top"
     if not _is_array(new) or not _is_array(old):
         if type(new) is type(old) and new == old:
             return new
+        location = jax.tree_util.keystr(path) or "the top"
         message = (
             f"The two leaves at {location} are {format_value(new)} and "
             f"{format_value(old)}. Under jit only arrays can be selected: convert the "
             "leaves to arrays, or remove them from both trees."
         )
         raise StructureError(message)
-    new_type, old_type = _get_array_type(new), _get_array_type(old)
-    if new_type != old_type:
-        message = f"The two leaves at {location} differ: {new_type} and {old_type}."
-        raise StructureError(message)
-    if new_type.dtype == jax.dtypes.float0:
+    if _check_array_type(path, new, old).dtype == jax.dtypes.float0:
         return new  # it holds no data
     if finite_only:
         use_new = use_new & _is_finite(new)
     return jnp.where(use_new, new, old)
+
+
+def _check_array_type(path: KeyPath, new: Any, old: Any) -> "_ArrayType":
+    """Return the dtype and shape that two arrays have in common, or raise."""
+    new_type, old_type = _get_array_type(new), _get_array_type(old)
+    if new_type != old_type:
+        location = jax.tree_util.keystr(path) or "the top"
+        message = f"The two leaves at {location} differ: {new_type} and {old_type}."
+        raise StructureError(message)
+    return new_type
 
 
 class _ArrayType(NamedTuple):

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 
 import jax
 
+from lossscale.core import validation
 from lossscale.core.measurements import Measurement, check_measurements
-from lossscale.core.policies import Policy, wanted_measurements
+from lossscale.core.policies import Policy, require_policy, wanted_measurements
 from lossscale.core.state import ScaleState, Signal
-from lossscale.core.validation import format_value
+from lossscale.core.validation import describe_type, format_value
 from lossscale.errors import ContextError, GradientError
 from lossscale.jax import functional
 from lossscale.jax.arguments import (
-    check_policy,
+    check_function,
     check_state,
     get_argument,
     normalize_argnums,
@@ -77,12 +78,13 @@ def value_and_grad(
         passthrough: Which gradients are not unscaled; see `unscale`.
 
     Raises:
-        SettingTypeError: If `policy` is not a policy, or `argnums` no numbers.
+        SettingTypeError: If `fun` is not a function, `policy` not a policy, `argnums`
+            no numbers, or `has_aux` not a boolean.
         SettingError: If a measurement is not known; from the call, if there is no
             argument at `argnums`.
         StateError: From the call, if its first argument is not a `ScaleState`.
-        GradientError: From the call, if `fun` does not return a loss, or a pair with
-            `has_aux`.
+        GradientError: From the call, if `fun` does not return a loss of one number, or
+            a pair with `has_aux`.
         ContextError: From the call, if an nnx module has state besides parameters,
             which would be lost.
 
@@ -96,7 +98,9 @@ def value_and_grad(
         >>> float(value), float(grads), bool(signal.finite), int(state.good_steps)
         (36.0, 24.0, True, 1)
     """
-    check_policy(policy)
+    check_function("fun", fun, "a function that returns the loss")
+    require_policy(policy)
+    validation.check_bool("has_aux", has_aux)
     names = check_measurements(measure)
     names = check_measurements(names | set(wanted_measurements(policy)))
     positions = normalize_argnums("argnums", argnums)
@@ -163,18 +167,36 @@ def differentiate_scaled(
 def _extract_loss(result: PyTree, *, has_aux: bool) -> PyTree:
     """Return the loss from the result of a loss function, or raise."""
     if not has_aux and not isinstance(result, tuple):
-        return result
+        return _check_one_number(result)
     if has_aux and isinstance(result, tuple) and len(result) == _PAIR:
-        return result[0]
+        return _check_one_number(result[0])
     size = f" of {len(result)}" if isinstance(result, tuple) else ""
     message = (
-        f"The function returned a {type(result).__name__}{size}. With has_aux=True it "
+        f"The function returned {describe_type(result)}{size}. With has_aux=True it "
         "must return a pair of the loss and auxiliary data; without, the loss alone."
     )
     raise GradientError(message)
 
 
 _PAIR = 2
+
+
+def _check_one_number(loss: PyTree) -> PyTree:
+    """Return a loss unless it is an array of several numbers, or a container."""
+    shape = getattr(loss, "shape", ())
+    if shape != ():
+        message = (
+            f"The function returned a loss of shape {shape}, expected one number. "
+            "Return its mean or its sum, such as jnp.mean(loss)."
+        )
+        raise GradientError(message)
+    if not jax.tree_util.all_leaves([loss]):
+        message = (
+            f"The function returned {describe_type(loss)}, expected the loss: one "
+            "number. Return other results as auxiliary data, with has_aux=True."
+        )
+        raise GradientError(message)
+    return loss
 
 
 def _refuse_stateful_modules(arguments: list[PyTree]) -> None:

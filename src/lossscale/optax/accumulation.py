@@ -14,11 +14,15 @@ The second needs the class below: optax's own resets its sum by multiplying it b
 infinity times 0 is NaN, which stays.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from lossscale.core import validation
+from lossscale.optax.parameters import check_optimizer
 
 
 class MultiSteps(optax.MultiSteps):  # type: ignore[misc]
@@ -35,6 +39,34 @@ class MultiSteps(optax.MultiSteps):  # type: ignore[misc]
         >>> updates, ls.get_scale(state)
         (Array(-1., dtype=float32), Array(2., dtype=float32))
     """
+
+    def __init__(
+        self,
+        opt: optax.GradientTransformation,
+        every_k_schedule: int | Callable[[jax.Array], jax.Array],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Wrap an optimizer.
+
+        Args:
+            opt: What `loss_scaled` returned.
+            every_k_schedule: How many micro-batches make a step: a number, or a
+                function of the step.
+            *args: Further arguments of `optax.MultiSteps`.
+            **kwargs: The same, by name.
+
+        Raises:
+            SettingTypeError: If `opt` is no optimizer, or `every_k_schedule` neither a
+                whole number nor a function.
+            SettingError: If `every_k_schedule` is not at least 1.
+        """
+        check_optimizer("opt", opt)
+        if not callable(every_k_schedule):
+            every_k_schedule = validation.check_count(
+                "every_k_schedule", every_k_schedule, "micro-batches"
+            )
+        super().__init__(opt, every_k_schedule, *args, **kwargs)
 
     def update(
         self,

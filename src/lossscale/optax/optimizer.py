@@ -26,10 +26,14 @@ import jax.numpy as jnp
 import optax
 
 from lossscale.core import validation
-from lossscale.core.policies import Dynamic, Policy, wanted_measurements
-from lossscale.errors import SettingError, SettingTypeError, StateError
+from lossscale.core.policies import (
+    Dynamic,
+    Policy,
+    require_policy,
+    wanted_measurements,
+)
+from lossscale.errors import SettingError, StateError
 from lossscale.jax import functional
-from lossscale.jax.arguments import check_policy
 from lossscale.jax.consensus import reduce_signal
 from lossscale.jax.gradient import is_overwrite_with_gradient
 from lossscale.jax.selection import check_same_structure, keep_finite, select_leaves
@@ -101,8 +105,8 @@ def loss_scaled(
         (Array([0., 0.], dtype=float32), Array(False, dtype=bool), Array(512., dtype=float32))
     """  # noqa: E501
     policy = Dynamic() if policy is None else policy
-    _check_optimizer(inner)
-    check_policy(policy)
+    parameters.check_optimizer("inner", inner)
+    require_policy(policy)
     wrapper = _LossScaledOptimizer(
         optimizer=optax.with_extra_args_support(inner),
         policy=policy,
@@ -163,9 +167,13 @@ class _LossScaledOptimizer:
         inner_params = None if params is None else parameters.upcast(params)
 
         def compute() -> tuple[PyTree, PyTree]:
-            inner_updates, inner_state = self.optimizer.update(
-                grads, state.inner_state, inner_params, **extra_args
-            )
+            try:
+                inner_updates, inner_state = self.optimizer.update(
+                    grads, state.inner_state, inner_params, **extra_args
+                )
+            except (TypeError, ValueError):
+                parameters.check_gradients_fit(updates, params)
+                raise
             return parameters.limit(inner_updates, updates, params), inner_state
 
         apply = _apply_with_cond if self.uses_cond else _apply_with_select
@@ -187,24 +195,12 @@ class _LossScaledOptimizer:
         )
 
 
-def _check_optimizer(inner: object) -> None:
-    """Raise unless this is an optax optimizer."""
-    if isinstance(inner, type) or not (
-        hasattr(inner, "init") and hasattr(inner, "update")
-    ):
-        message = (
-            "inner must be an optax optimizer, such as optax.adam(1e-3), got "
-            f"{validation.format_value(inner)}."
-        )
-        raise SettingTypeError(message)
-
-
 def _check_state(state: object) -> None:
     """Raise unless this is a state of `loss_scaled`, not of another optimizer."""
     if isinstance(state, LossScaledState):
         return
     message = (
-        f"The optimizer state is a {type(state).__name__}, expected the "
+        f"The optimizer state is {validation.describe_type(state)}, expected the "
         "LossScaledState that init(params) of this optimizer returned. To continue "
         "from a state of the wrapped optimizer, pass "
         "optimizer.init(params)._replace(inner_state=state)."

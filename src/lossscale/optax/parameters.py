@@ -14,7 +14,44 @@ import jax.numpy as jnp
 import optax
 
 from lossscale.core import headroom
+from lossscale.core.validation import format_value
+from lossscale.errors import SettingTypeError, StructureError
+from lossscale.jax.selection import list_paths
 from lossscale.jax.types import PyTree
+
+
+def check_optimizer(name: str, optimizer: object) -> None:
+    """Raise unless this is an optax optimizer."""
+    if isinstance(optimizer, type) or not (
+        hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    ):
+        message = (
+            f"{name} must be an optax optimizer, such as optax.adam(1e-3), got "
+            f"{format_value(optimizer)}."
+        )
+        raise SettingTypeError(message)
+
+
+def check_gradients_fit(grads: PyTree, params: PyTree) -> None:
+    """Raise if gradients do not have the structure of the parameters, if those are."""
+    structure: Any = jax.tree.structure(grads, is_leaf=_is_absent)
+    try:
+        _flatten_up_to(structure, params)
+    except ValueError:
+        if params is None:
+            return
+    else:
+        return
+    grad_paths, param_paths = list_paths(grads), list_paths(params)
+    only_grads = [path for path in grad_paths if path not in param_paths]
+    only_params = [path for path in param_paths if path not in grad_paths]
+    message = (
+        "The gradients do not have the structure of the parameters: only the gradients "
+        f"have {format_value(only_grads)}, only the parameters "
+        f"{format_value(only_params)}. Pass the gradients of all params that "
+        "init(params) was given."
+    )
+    raise StructureError(message)
 
 
 def upcast(params: PyTree) -> PyTree:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from lossscale.core.state import ScaleState, is_state
+from lossscale.core.validation import describe_type, name_type
 from lossscale.errors import StateError
 from lossscale.jax import functional
 from lossscale.jax.export import register_tuple
@@ -164,7 +165,7 @@ def with_scale_state(opt_state: State, state: ScaleState) -> State:
     _find_only_state(opt_state)
     if not is_state(state):
         message = (
-            f"The new state is a {type(state).__name__}, expected a ScaleState, such "
+            f"The new state is {describe_type(state)}, expected a ScaleState, such "
             "as lossscale.jax.init(policy, state) returns."
         )
         raise StateError(message)
@@ -192,7 +193,7 @@ def _find_only_state(opt_state: PyTree) -> LossScaledState:
         )
     else:
         message = (
-            f"The {type(opt_state).__name__} contains no LossScaledState. Pass the "
+            f"The {name_type(opt_state)} contains no LossScaledState. Pass the "
             "state of an optimizer that loss_scaled returned; a checkpoint loaded as "
             "plain dictionaries must be restored into such a state first."
         )

@@ -122,3 +122,78 @@ def test_a_state_resumed_above_max_scale_starts_at_max_scale():
     assert 16.0 == ls.update(policy, state, Signal(True)).scale
     with pytest.raises(StateError, match="fixed at"):
         ls.init(Fixed(8.0), ScaleState(64.0, 3, 0))
+
+
+@pytest.mark.parametrize("wrong", [8.0, Dynamic, "torch", None])
+def test_what_is_no_policy_is_refused(wrong):
+    for call in (
+        lambda: ls.init(wrong),
+        lambda: ls.value_and_grad(compute_loss, wrong),
+        lambda: ls.accumulate_gradients(compute_loss, wrong),
+    ):
+        with pytest.raises(SettingTypeError, match="policy must be a policy"):
+            call()
+
+
+def test_what_is_no_function_is_refused_at_construction():
+    for make in (ls.value_and_grad, ls.accumulate_gradients):
+        with pytest.raises(SettingTypeError, match=r"fun must be a function .* None"):
+            make(None, POLICY)
+        with pytest.raises(SettingTypeError, match="has_aux must be True or False"):
+            make(compute_loss, POLICY, has_aux=1)
+    with pytest.raises(SettingTypeError, match="step must be what value_and_grad"):
+        ls.with_retries(None)
+    with pytest.raises(SettingError, match="a whole number of retries"):
+        ls.with_retries(steps()[0], retries=0)
+
+
+def test_an_array_is_called_a_jax_array():
+    with pytest.raises(StateError, match="The state is a JAX array, expected"):
+        ls.scale(1.0, jnp.ones(2))
+    with pytest.raises(StateError, match="The state is a JAX array, expected"):
+        jax.jit(lambda w: ls.unscale(w, w))(jnp.ones(2))
+    step = ls.value_and_grad(lambda w: w * 2.0, POLICY, has_aux=True)
+    with pytest.raises(GradientError, match=r"returned a JAX array\. With has_aux"):
+        step(STATE, jnp.float32(1.0))
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_loss_of_several_numbers_is_reported(has_aux):
+    def compute(w, x):
+        return (w * x, x) if has_aux else w * x
+
+    words = r"loss of shape \((2, )?3,?\), expected one number\. .* jnp.mean\(loss\)"
+    for make in (ls.value_and_grad, ls.accumulate_gradients):
+        step = make(compute, POLICY, has_aux=has_aux)
+        with pytest.raises(GradientError, match=words):
+            step(STATE, jnp.ones(3), jnp.ones((2, 3)))
+        step(STATE, jnp.ones(()), jnp.ones(2) if make is ls.accumulate_gradients else 1)
+
+
+@pytest.mark.parametrize("loss", [None, {"loss": 1.0}, [1.0]])
+def test_a_loss_that_is_a_container_is_reported(loss):
+    step = ls.value_and_grad(lambda w: loss, POLICY)
+    with pytest.raises(GradientError, match="expected the loss: one number"):
+        step(STATE, jnp.ones(2))
+
+
+@pytest.mark.parametrize("finite", [True, np.bool_(False)])
+def test_two_shapes_are_refused_with_a_python_boolean_too(finite):
+    with pytest.raises(StructureError, match=r"\['w'\] differ: float32 \(3,\)"):
+        ls.select(finite, {"w": jnp.ones(3)}, {"w": jnp.ones(2)})
+    with pytest.raises(StructureError, match=r"the top differ: float32 .* float16"):
+        ls.select(finite, jnp.ones(2), jnp.ones(2, jnp.float16))
+    new = {"step": 1, "name": "x", "call": len, "w": jnp.ones(2), "x": np.ones(1)}
+    old = {"step": 2, "name": "y", "call": max, "w": np.zeros(2, "f"), "x": jnp.ones(1)}
+    assert (new if finite else old) is ls.select(finite, new, old)
+
+
+@pytest.mark.parametrize("flags", [True, None, (1, 2), Signal(True)])
+def test_flags_of_something_else_are_reported(flags):
+    with pytest.raises(GradientError, match=r"flags must be what leaf_flags\(grads\)"):
+        ls.nonfinite_leaves(PARAMS, flags)
+
+
+def test_the_limit_of_the_alarm_counts_skipped_steps():
+    with pytest.raises(SettingError, match="a whole number of skipped steps"):
+        ls.CollapseAlarm(0)

@@ -413,3 +413,43 @@ def test_an_optimizer_that_changes_the_dtype_of_its_state_is_reported():
 def test_the_default_policy_is_dynamic():
     state = ls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
     assert Dynamic().init_scale == ls.get_scale(state)
+
+
+@pytest.mark.parametrize("skip", ["select", "cond"])
+@pytest.mark.parametrize(
+    ("grads", "words"),
+    [
+        ({"w": jnp.ones(2)}, r"only the gradients have \[\], .* \[\"\['b'\]\"\]"),
+        ({"w": jnp.ones(2), "c": jnp.ones(1)}, r"have \[\"\['c'\]\"\], .*'b'"),
+        ([jnp.ones(2), jnp.ones(1)], r"have \['\[0\]', '\[1\]'\]"),
+    ],
+)
+def test_gradients_of_another_structure_are_reported(grads, words, skip):
+    params = {"w": jnp.ones(2), "b": jnp.ones(1)}
+    optimizer = ls.loss_scaled(optax.adam(0.1), skip=skip)
+    state = optimizer.init(params)
+    with pytest.raises(StructureError, match=f"structure of the parameters: .*{words}"):
+        optimizer.update(grads, state, params)
+
+
+def test_an_error_of_the_wrapped_optimizer_is_its_own():
+    optimizer = ls.loss_scaled(optax.add_decayed_weights(0.1))
+    params = {"w": jnp.ones(2)}
+    with pytest.raises(ValueError, match="params"):
+        optimizer.update(params, optimizer.init(params))
+
+
+def test_the_count_of_micro_batches_is_checked_at_construction():
+    with pytest.raises(SettingError, match="whole number of micro-batches, 1 or more"):
+        ls.MultiSteps(optax.sgd(0.1), 0)
+    with pytest.raises(SettingTypeError, match="every_k_schedule must be a whole"):
+        ls.MultiSteps(optax.sgd(0.1), "2")
+    with pytest.raises(SettingTypeError, match="opt must be an optax optimizer"):
+        ls.MultiSteps(2, optax.sgd(0.1))
+    params = jnp.ones(2)
+    for every, mean in ((2, False), (lambda step: 2, True), (np.int64(2), False)):
+        optimizer = ls.MultiSteps(optax.sgd(1.0), every, mean)
+        state = optimizer.init(params)
+        for _ in range(2):
+            updates, state = optimizer.update(jnp.ones(2), state, params)
+        assert [-1.0 if mean else -2.0] * 2 == updates.tolist()

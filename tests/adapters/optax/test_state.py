@@ -107,3 +107,15 @@ def test_a_compiled_step_takes_the_restored_state_without_a_new_trace():
     first = lossscale.jax.init(*from_portable(saved))
     step(PARAMS, ls.with_scale_state(state, first), PARAMS)
     assert 1 == step._cache_size()
+
+
+def test_an_array_is_called_a_jax_array():
+    optimizer = ls.loss_scaled(optax.sgd(0.1))
+    state, array = optimizer.init(PARAMS), jnp.ones(2)
+    for call, words in (
+        (lambda: ls.get_scale(array), "The JAX array contains no LossScaledState"),
+        (lambda: optimizer.update(PARAMS, array), "optimizer state is a JAX array"),
+        (lambda: ls.with_scale_state(state, array), "new state is a JAX array"),
+    ):
+        with pytest.raises(StateError, match=words):
+            call()
