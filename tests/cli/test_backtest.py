@@ -84,12 +84,14 @@ def test_markdown_is_a_table_and_a_list(recorded, tmp_path):
     assert "\n- The gradients are those of the recorded training." in text
 
 
-@pytest.mark.parametrize("name", ["out.html", "out.json", "out.md", "out"])
+@pytest.mark.parametrize(
+    "name", ["out.html", "out.HTM", "out.json", "out.md", "out.MD", "out"]
+)
 def test_the_suffix_of_the_output_is_its_format(recorded, tmp_path, name):
     printed = check(run("backtest", recorded, "-p", "torch", "-o", name, cwd=tmp_path))
     path = tmp_path / name
     assert f"The backtest is {path.resolve()}\n" == printed
-    start = {".json": "{", ".md": "## "}.get(path.suffix, "<!doctype html>")
+    start = {".json": "{", ".md": "## "}.get(path.suffix.lower(), "<!doctype html>")
     assert path.read_text(encoding="utf-8").startswith(start)
 
 
@@ -111,6 +113,8 @@ REFUSED = {
     ("-p", "torch", "-o", "."): "--output must be a file",
     ("-p", "torch", "-o", "missing/out.html"): "There is no folder",
     ("-p", "torch", "--format", "htm"): "Did you mean 'html'?",
+    ("-p", "torch", "-o", "out.txt"): "does not end as a report in html does",
+    ("-p", "torch", "-o", "a.md", "--format", "json"): "report in json does: .json",
 }
 
 
@@ -119,6 +123,16 @@ def test_bad_arguments_are_one_error_and_leave_nothing(recorded, tmp_path, argum
     result = run("backtest", recorded, *arguments, cwd=tmp_path)
     assert REFUSED[arguments] in refusal(result)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [(), ("--format", "md"), ("--format", "json")])
+def test_a_title_is_not_obeyed_by_the_terminal(tmp_path, options):
+    path = tmp_path / "run.jsonl"
+    record_run(path, 50, name="a\x1b[2J\nb")
+    printed = check(run("backtest", path, "-p", "torch", *options, cwd=tmp_path))
+    assert "\x1b" not in printed
+    title = {(): "a?[2J b: 50 steps", ("--format", "md"): "## Backtest of a?\\[2J b\n"}
+    assert printed.startswith(title.get(options, "{"))
 
 
 def test_the_record_itself_is_not_overwritten(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from helpers.processes import run_process
 from helpers.runs import record_run
 
-from lossscale.diagnostics import explain_run
+from lossscale.diagnostics import Recorder, explain_run
 
 
 def explain(*arguments, cwd):
@@ -41,6 +41,22 @@ def test_sentences_and_json_are_printed(run, tmp_path):
     assert " ".join(f"- {line}" for line in str(seen).splitlines()) == text
     result = explain(run, "--format", "json", cwd=tmp_path)
     assert json.loads(json.dumps(seen.to_dict())) == json.loads(result.stdout)
+
+
+def test_names_and_titles_are_text_in_markdown_and_in_a_terminal(tmp_path):
+    path = tmp_path / "run.jsonl"
+    names = ["\x1b[31mred\x07", "**b** [x](javascript:1) @user <img>", "half\ud800"]
+    with Recorder(path, name="t\x1b[2J\n<b>", names=names, writers=()) as recorder:
+        recorder.record(scale=8.0, applied=False, nonfinite=dict.fromkeys(names, "inf"))
+    result = explain(path, cwd=tmp_path)
+    assert (0, "") == (result.returncode, result.stderr)
+    assert result.stdout.startswith("## t?\\[2J &lt;b>\n")
+    printed = " ".join(result.stdout.split())
+    assert "half? (inf), " in printed
+    assert "\\*\\*b\\*\\* \\[x\\](javascript:1) \\@user &lt;img> (inf), " in printed
+    assert "?\\[31mred? (inf)." in printed
+    assert all(line.isprintable() for line in result.stdout.splitlines())
+    assert all(line.isprintable() for line in str(explain_run(path)).splitlines())
 
 
 def test_a_run_is_read_from_stdin(run, tmp_path):

@@ -1,6 +1,7 @@
 """`explain_run`: what it says of recorded runs whose every step is known."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -93,6 +94,24 @@ def test_a_loss_that_is_not_finite_is_said(path):
     assert seen.loss_finite is False
     assert "The loss of the step was NaN" in str(seen)
     assert json.dumps(seen.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"cause": "loss"},
+        {"cause": "loss", "loss": math.inf},
+        {"cause": "inf", "loss": math.nan},
+        {"cause": "nan", "nonfinite": {"a": "nan"}},
+    ],
+)
+def test_what_no_scale_explains_is_not_said_of_the_gradients_later(path, values):
+    """The scale came back, which says nothing about a loss that was not finite."""
+    rows = [{}, bad(**values), {"scale": 512.0}, {"scale": 1024.0}]
+    seen = explain_run(record(path, rows))
+    assert (True, 4) == (seen.lower_scale_helped, seen.same_scale_again)
+    assert "it was another batch" in str(seen)
+    assert "for a while only" not in str(seen)
 
 
 def test_the_headroom_before_is_compared(path):

@@ -9,7 +9,7 @@ import pytest
 from helpers.processes import run_process
 from helpers.runs import record_run
 
-from lossscale.diagnostics import export_parquet, read_run
+from lossscale.diagnostics import Recorder, export_parquet, read_run
 from lossscale.errors import MissingPackageError, SettingError, StateError
 
 
@@ -58,6 +58,18 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path):
     assert pipe.is_fifo()
     assert stat.S_ISCHR(null.stat().st_mode)
     assert 10 == read_run(known.path).rows
+
+
+def test_half_a_character_in_a_name_is_exported_as_a_question_mark(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    path, output = tmp_path / "run.jsonl", tmp_path / "out.parquet"
+    names = ["a\ud800", "b\udfff"]
+    with Recorder(path, names=names, name="\ud800", writers=()) as recorder:
+        recorder.record(scale=8.0, applied=False, nonfinite={"a\ud800": "inf"})
+    assert 1 == export_parquet(path, output)
+    (row,) = parquet.read_table(output).to_pylist()
+    assert [{"name": "a?", "cause": "inf"}] == row["nonfinite"]
+    assert "b?" == row["nearest_finite"]
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):

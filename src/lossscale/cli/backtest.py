@@ -16,7 +16,7 @@ from lossscale.cli.output import (
     warn,
 )
 from lossscale.cli.policies import parse_policy
-from lossscale.cli.report import check_output
+from lossscale.cli.report import check_output, choose_format
 from lossscale.core.portable import write_atomically
 
 if TYPE_CHECKING:
@@ -58,14 +58,11 @@ def backtest(
     RUN is a file that lossscale.diagnostics.Recorder wrote, with magnitudes. An html
     page is the report of the run, with the scales of the other policies drawn in it.
     """
-    suffix = "" if output is None else output.suffix.removeprefix(".")
-    form = chosen or (suffix if suffix in _FORMATS else None)
-    if output is not None:
-        form = form or "html"
-        check_output(output, (run,))
-    elif form == "html":
+    if output is None and chosen == "html":
         output = Path("backtest.html")
+    if output is not None:
         check_output(output, (run,))
+    form = chosen if output is None else choose_format(output, chosen)
     policies: dict[str, Policy] = {text: parse_policy(text) for text in texts}
     with defer_warnings():
         read, result = _run(run, policies)
@@ -106,8 +103,10 @@ def _write(form: str | None, run: "RunFile", result: "Backtest") -> str:
 def _print(run: "RunFile", result: "Backtest") -> None:
     """Print the results as a table, and what they are worth on stderr."""
     from lossscale.diagnostics.backtests import tables
+    from lossscale.diagnostics.report.markdown import printable
 
-    click.echo(f"{run.title}: {result.steps.size:,} steps, {result.dtype}\n")
+    title = printable(" ".join(run.title.split()))
+    click.echo(f"{title}: {result.steps.size:,} steps, {result.dtype}\n")
     print_table(tables.HEADS, tables.list_rows(result, number))
     for remark in result.remarks:
         warn(remark)

@@ -36,6 +36,7 @@ def explain(run: Path, step: int | None, chosen: str) -> None:
     failed, run the batch again with the explain function of your framework.
     """
     from lossscale.diagnostics import explain_run
+    from lossscale.diagnostics.report.markdown import escape_line
 
     with _as_file(run) as path, defer_warnings(), progress("reading", 100) as advance:
         done = 0
@@ -51,8 +52,10 @@ def explain(run: Path, step: int | None, chosen: str) -> None:
         print_json(explanation.to_dict())
         return
     title = "The standard input" if str(run) == "-" else explanation.title
-    print_notes([f"## {' '.join(title.split())}", ""])
-    print_notes([f"- {text}" for text in str(explanation).splitlines()])
+    print_notes([f"## {escape_line(title)}", ""])
+    print_notes(
+        [f"- {escape_line(text, len(text))}" for text in str(explanation).splitlines()]
+    )
 
 
 @contextmanager

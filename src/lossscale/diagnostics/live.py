@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from lossscale.diagnostics.formats import headroom
 from lossscale.diagnostics.records.follower import RunFollower
 from lossscale.diagnostics.records.steps import StepRecord
+from lossscale.diagnostics.report.markdown import printable
 from lossscale.diagnostics.report.wording import SPACE, number, percent
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -166,7 +167,7 @@ def _alarms(run: RunFollower, width: int) -> list[str]:
         end = "" if good is None else f" Last step with good weights: {_whole(good)}."
         kind, message = alarm.get("kind"), alarm.get("message")
         text = f"step {_whole(alarm.get('step'))}, {kind}: {message}{end}"
-        lines += _wrap(_printable(text), width)
+        lines += _wrap(_in_terminal(text), width)
     return lines
 
 
@@ -186,11 +187,10 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 def _clip(text: str, width: int) -> str:
-    line = _printable(text)
+    line = _in_terminal(text)
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
-def _printable(text: str) -> str:
-    """Return text without what a terminal would obey."""
-    plain = text.replace(SPACE, " ")
-    return "".join(letter if letter.isprintable() else "?" for letter in plain)
+def _in_terminal(text: str) -> str:
+    """Return text with plain spaces, and without what a terminal would obey."""
+    return printable(text.replace(SPACE, " "))

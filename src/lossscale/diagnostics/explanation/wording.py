@@ -4,7 +4,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lossscale.diagnostics.report.wording import encodable, number
+from lossscale.diagnostics.report.markdown import printable
+from lossscale.diagnostics.report.wording import number
 
 if TYPE_CHECKING:
     from lossscale.diagnostics.explanation.evidence import RunExplanation
@@ -24,8 +25,8 @@ def describe(case: "RunExplanation") -> list[str]:
         return ["No step of this run was skipped: there is nothing to explain."]
     writers = (_what, _where, _why, _before, _after, _weights, _limits)
     sentences = [text for write in writers for text in write(case)]
-    # A name may hold anything: each sentence stays in its line.
-    return [encodable(" ".join(text.split())) for text in sentences]
+    # A name may hold anything: each sentence stays in its line, and is text.
+    return [printable(" ".join(text.split())) for text in sentences]
 
 
 def _what(case: "RunExplanation") -> Iterator[str]:
@@ -126,18 +127,20 @@ def _after(case: "RunExplanation") -> Iterator[str]:
         f"{_count(case)}, then step {case.recovery.step:,} was applied at a scale of "
         f"{number(case.recovery.scale)}"
     )
+    is_beyond_scale = case.only_nan or case.loss_finite is False
     if not case.lower_scale_helped:
         yield f"{start}: the scale was not lower, so the cause was in the batch."
-    elif case.only_nan or case.loss_finite is False:
+    elif is_beyond_scale:
         yield (
             f"{start}. The scale had been lowered, which does not explain it: it was "
             "another batch."
         )
     else:
         yield f"{start}: with a lower scale, the next batch was finite."
-    if case.lower_scale_helped and case.same_scale_again is not None:
+    again = None if is_beyond_scale else case.same_scale_again
+    if case.lower_scale_helped and again is not None:
         yield (
-            f"Step {case.same_scale_again:,} was applied at that scale again, or at a "
+            f"Step {again:,} was applied at that scale again, or at a "
             "higher one: the gradients were this large for a while only."
         )
 

@@ -17,6 +17,7 @@ from lossscale.diagnostics.records.layout import encode
 from lossscale.diagnostics.records.reader import read_run
 from lossscale.diagnostics.records.run_file import rollup_path
 from lossscale.diagnostics.records.steps import StepRecord
+from lossscale.diagnostics.report.wording import encodable
 from lossscale.errors import MissingPackageError, SettingError
 
 _ROWS = 16_384
@@ -89,8 +90,14 @@ def _schema(arrow: Any) -> Any:
 
 
 def _as_row(record: StepRecord) -> dict[str, Any]:
-    tensors = [{"name": name, "cause": cause} for name, cause in record.nonfinite]
-    return record._asdict() | {"nonfinite": tensors}
+    nearest = record.nearest_finite
+    return record._asdict() | {
+        "nonfinite": [
+            {"name": encodable(name), "cause": cause}
+            for name, cause in record.nonfinite
+        ],
+        "nearest_finite": None if nearest is None else encodable(nearest),
+    }
 
 
 def _batches(records: Iterable[StepRecord]) -> Iterator[list[StepRecord]]:

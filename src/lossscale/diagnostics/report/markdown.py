@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report as Markdown, to paste into an issue.
 
-Whatever comes from a run is escaped: it stays text, and stays in its line.
+Whatever comes from a run is escaped: it stays text, and stays in its line. In a
+terminal, it is not obeyed.
 """
 
 import re
@@ -15,6 +16,7 @@ from lossscale.diagnostics.report.summary import Summary
 from lossscale.diagnostics.report.updates import HEADS, cells, describe
 from lossscale.diagnostics.report.wording import (
     NOTHING,
+    SPACE,
     duration,
     encodable,
     number,
@@ -164,7 +166,18 @@ def escape_line(text: str, longest: int = _LONGEST) -> str:
     line = _BREAKS.sub(" ", text).strip()
     if len(line) > longest:
         line = f"{line[:longest]}..."
-    return _SPECIAL.sub(r"\\\g<0>", line).replace("&", "&amp;").replace("<", "&lt;")
+    return (
+        _SPECIAL.sub(r"\\\g<0>", printable(line))
+        .replace("&", "&amp;")
+        .replace("<", "&lt;")
+    )
+
+
+def printable(text: str) -> str:
+    """Return text without what a terminal would obey."""
+    return "".join(
+        letter if letter.isprintable() or letter == SPACE else "?" for letter in text
+    )
 
 
 _BREAKS = re.compile(r"[^\S\u00a0]+")
