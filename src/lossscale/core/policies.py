@@ -72,9 +72,21 @@ def choose(
     return type(first)(*(where(condition, left, right) for left, right in pairs))
 
 
+def is_policy(value: Any) -> bool:
+    """Whether this is a policy; a class of policies, which has their methods, is none.
+
+    Example:
+        >>> from lossscale import Dynamic
+        >>> from lossscale.core.policies import is_policy
+        >>> is_policy(Dynamic()), is_policy(Dynamic)
+        (True, False)
+    """
+    return isinstance(value, Policy) and not isinstance(value, type)
+
+
 def require_policy(policy: Any) -> None:
     """Raise unless this is a policy, and not its class, its name or what has one."""
-    if isinstance(policy, Policy) and not isinstance(policy, type):
+    if is_policy(policy):
         return
     if isinstance(policy, type) and hasattr(policy, "step"):
         fix = f" Write {policy.__name__}()."

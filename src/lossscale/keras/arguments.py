@@ -8,7 +8,7 @@ import keras
 from lossscale import presets
 from lossscale.core import validation
 from lossscale.core.data_policies import AutoStart
-from lossscale.core.policies import Policy
+from lossscale.core.policies import Policy, is_policy, require_policy
 from lossscale.core.portable import KINDS, check_state, from_portable, to_portable
 from lossscale.core.validation import format_value
 from lossscale.errors import SettingError, SettingTypeError, StateError
@@ -31,6 +31,16 @@ BASE_DEFAULTS = {
     "gradient_accumulation_steps": None,
 }
 """Keywords in configs of older versions of Keras, always with these values."""
+
+
+_KEYWORDS = (
+    "inner_optimizer",
+    "initial_scale",
+    "dynamic_growth_steps",
+    "name",
+    "policy",
+)
+"""The keywords of the optimizer, for a keyword that is misspelt."""
 
 
 def check_inner(inner: Any) -> None:
@@ -70,8 +80,10 @@ def check_keywords(keywords: dict[str, Any]) -> None:
             )
             raise SettingError(message)
     if unknown:
+        close = validation.did_you_mean(next(iter(unknown)), _KEYWORDS)
         message = (
             f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`."
+            f"{close}"
         )
         raise SettingError(message)
 
@@ -82,6 +94,12 @@ def make_policy(policy: Any, initial_scale: Any, growth_steps: Any) -> Policy:
     `initial_scale="auto"` is the policy `AutoStart`, with Keras's interval.
     """
     if policy is None:
+        if is_policy(initial_scale):
+            message = (
+                f"initial_scale must be a number, got {format_value(initial_scale)}. "
+                f"Pass policy={type(initial_scale).__name__}(...)."
+            )
+            raise SettingTypeError(message)
         is_auto = isinstance(initial_scale, str) and initial_scale == "auto"
         first = INITIAL_SCALE if is_auto else initial_scale
         if isinstance(growth_steps, float) and growth_steps.is_integer():
@@ -94,28 +112,33 @@ def make_policy(policy: Any, initial_scale: Any, growth_steps: Any) -> Policy:
             ),
         )
         return AutoStart(rule) if is_auto else rule
-    if isinstance(policy, type) or not isinstance(policy, Policy):
+    require_policy(policy)
+    numbers = (
+        ("initial_scale", initial_scale, INITIAL_SCALE),
+        ("dynamic_growth_steps", growth_steps, GROWTH_STEPS),
+    )
+    given = [
+        f"{name}={format_value(value)}"
+        for name, value, default in numbers
+        if value != default
+    ]
+    if given:
         message = (
-            "policy must be a policy, such as lossscale.Dynamic(), lossscale.Fixed(8.0)"
-            f" or lossscale.presets.get('torch'), got {format_value(policy)}."
-        )
-        raise SettingTypeError(message)
-    if (initial_scale, growth_steps) != (INITIAL_SCALE, GROWTH_STEPS):
-        message = (
-            f"initial_scale={initial_scale!r} and dynamic_growth_steps="
-            f"{growth_steps!r} were given together with "
-            f"policy={format_value(policy)}, which has both. Pass one or the other: "
+            f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given "
+            f"together with policy={format_value(policy)}, which decides both. Pass "
+            "one or the other: "
             "policy=lossscale.Dynamic(init_scale=..., growth_interval=...)."
         )
         raise SettingError(message)
+    chosen: Policy = policy
     try:
-        check_state(policy, policy.init())
+        check_state(chosen, chosen.init())
     except StateError as error:
         message = (
             f"The first state of the policy {format_value(policy)} is invalid: {error}"
         )
         raise SettingError(message) from error
-    return policy
+    return chosen
 
 
 def policy_to_config(policy: Policy) -> dict[str, Any]:

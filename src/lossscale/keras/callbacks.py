@@ -34,11 +34,13 @@ class LossScaleLogger(keras.callbacks.Callback):
                 scale falls and nothing is learnt.
         """
         super().__init__()
-        self.every = None if every is None else validation.check_count("every", every)
+        self.every = (
+            None if every is None else validation.check_count("every", every, "batches")
+        )
         self.warn_after = (
             None
             if warn_after is None
-            else validation.check_count("warn_after", warn_after)
+            else validation.check_count("warn_after", warn_after, "skipped steps")
         )
         self._before = 0
         self._batches_read = 0

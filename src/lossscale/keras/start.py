@@ -39,15 +39,22 @@ def find_scale(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> 
         >>> find_scale(model, batch, batch) < 65536.0
         True
     """
-    policy: Any = getattr(model.optimizer, "policy", None)
-    if not isinstance(model.optimizer, LossScaleOptimizer) or not hasattr(
+    # A model that was not compiled has no optimizer, not even None.
+    optimizer = getattr(model, "optimizer", None)
+    policy: Any = getattr(optimizer, "policy", None)
+    if not isinstance(optimizer, LossScaleOptimizer) or not hasattr(
         policy, "is_starting"
     ):
+        found = (
+            "this one was not compiled: call model.compile(optimizer, loss) first"
+            if optimizer is None
+            else f"this one has {format_value(optimizer)} with the policy "
+            f"{format_value(policy)}"
+        )
         message = (
             "find_scale needs a model that was compiled with "
             "lossscale.keras.LossScaleOptimizer(..., policy=lossscale.AutoStart()); "
-            f"this one has {format_value(model.optimizer)} with the policy "
-            f"{format_value(policy)}."
+            f"{found}."
         )
         raise SettingError(message)
     for _ in range(policy.tries + 1):

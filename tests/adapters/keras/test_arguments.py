@@ -103,6 +103,30 @@ def test_a_policy_beside_the_numbers_of_keras_is_an_error(numbers):
         LossScaleOptimizer(sgd(), policy=Dynamic(), **numbers)
 
 
+def test_only_what_was_given_beside_a_policy_is_named():
+    words = r"^initial_scale=8\.0 was given together"
+    with pytest.raises(SettingError, match=words) as caught:
+        LossScaleOptimizer(sgd(), initial_scale=8.0, policy=Fixed(4.0))
+    assert "dynamic_growth_steps" not in str(caught.value)
+    words = r"^initial_scale=8\.0 and dynamic_growth_steps=3 were given together"
+    with pytest.raises(SettingError, match=words):
+        LossScaleOptimizer(sgd(), 8.0, 3, policy=Fixed(4.0))
+
+
+@pytest.mark.parametrize("policy", [Dynamic(), Fixed(8.0)])
+def test_a_policy_in_the_place_of_the_scale_is_an_error_that_says_where(policy):
+    words = rf"Pass policy={type(policy).__name__}\(\.\.\.\)\.$"
+    with pytest.raises(SettingTypeError, match=words):
+        LossScaleOptimizer(sgd(), policy)
+
+
+def test_a_preset_is_not_its_policy():
+    preset = presets.PRESETS["torch"]
+    with pytest.raises(SettingTypeError, match=r"Pass the \.policy of the Preset\."):
+        LossScaleOptimizer(sgd(), policy=preset)
+    LossScaleOptimizer(sgd(), policy=preset.policy)
+
+
 @pytest.mark.parametrize("policy", ["torch", 1024.0, Dynamic, object()])
 def test_what_is_no_policy_is_an_error(policy):
     with pytest.raises(SettingTypeError, match=r"such as lossscale\.Dynamic"):
@@ -163,6 +187,13 @@ def test_arguments_of_the_inner_optimizer_belong_there(name, value):
 def test_unknown_arguments_are_an_error():
     with pytest.raises(ValueError, match="arguments: `foo`, `bar`"):
         LossScaleOptimizer(sgd(), foo=True, bar=3)
+
+
+@pytest.mark.parametrize("name", ["inital_scale", "init_scale", "initial_scales"])
+def test_a_keyword_that_is_misspelt_is_an_error_that_names_it(name):
+    with pytest.raises(SettingError, match="Did you mean 'initial_scale'") as caught:
+        LossScaleOptimizer(sgd(), **{name: 8.0})
+    assert f"`{name}`" in str(caught.value)
 
 
 def test_every_error_is_one_of_lossscale():

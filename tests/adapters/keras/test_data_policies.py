@@ -237,3 +237,9 @@ def test_a_model_without_a_search_is_an_error_that_says_what_to_type():
     for optimizer in (headroom(), keras.optimizers.SGD(0.1)):
         with pytest.raises(SettingError, match=r"policy=lossscale.AutoStart\(\)"):
             find_scale(model_with(optimizer), ROWS, ROWS[:, :2])
+
+
+def test_a_model_that_was_not_compiled_is_an_error_that_says_so():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    with pytest.raises(SettingError, match=r"not compiled: call model\.compile\("):
+        find_scale(model, ROWS, ROWS[:, :2])
