@@ -94,6 +94,13 @@ def test_what_another_library_cannot_keep_is_said():
     assert "bad_steps is 1 here, torch will take 0" in text
 
 
+def test_a_policy_that_no_library_has_is_an_error_that_says_what_to_pass():
+    policy = Fixed(8.0)
+    words = r"to flax, got Fixed\(scale=8\.0\)\. Pass a Dynamic\."
+    with pytest.raises(StateError, match=words):
+        to_library("flax", policy, policy.init())
+
+
 def test_what_megatron_does_not_save_is_to_be_set_there():
     policy = presets.get("megatron", hysteresis=4)
     written = to_library("megatron", policy, ScaleState(8.0, 2, 1))

@@ -352,3 +352,12 @@ def test_alarms_are_written_before_the_step_returns(tmp_path):
 def test_rules_are_checked_when_they_are_made(settings, error):
     with pytest.raises(error, match=next(iter(settings))):
         AlarmRules(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [("backoffs", "back-offs"), ("floor_skips", "overflows"), ("window", "steps")],
+)
+def test_a_rule_that_is_wrong_says_what_it_counts(name, unit):
+    with pytest.raises(SettingError, match=f"{name} must be a whole number of {unit},"):
+        AlarmRules(**{name: 0})

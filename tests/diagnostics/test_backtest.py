@@ -319,6 +319,13 @@ def test_nothing_to_try_is_refused(tmp_path):
     for wrong in ([], {}, "torch", ["torch"], 3, {"torch": "torch"}):
         with pytest.raises(SettingTypeError, match="policies must be policies"):
             backtest(tmp_path / "run.jsonl", wrong)
+    for wrong, words in (
+        ("torch", r"got 'torch'\. .*presets\.get\('torch'\)"),
+        (Fixed(8.0), r"got Fixed\(scale=8\.0\)\. Write \[Fixed\(\.\.\.\)\]"),
+        ([Dynamic], "got <class .*Dynamic'>"),
+    ):
+        with pytest.raises(SettingTypeError, match=words):
+            backtest(tmp_path / "run.jsonl", wrong)
     with pytest.raises(StateError, match="holds no step"):
         backtest(tmp_path / "empty.jsonl", [Dynamic()])
     with pytest.raises(StateError, match="holds no step"):

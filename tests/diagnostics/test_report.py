@@ -6,6 +6,7 @@ import math
 import re
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -532,10 +533,12 @@ def test_several_runs_keep_to_the_size_together(tmp_path, known):
     assert len(build_report([known.path] * 24).encode()) <= page.MOST_BYTES
 
 
-@pytest.mark.parametrize("wrong", [[], "run.jsonl"])
+@pytest.mark.parametrize("wrong", [[], "run.jsonl", Path("run.jsonl")])
 def test_paths_are_a_list_of_files(wrong):
-    with pytest.raises(SettingError, match="paths must be"):
+    with pytest.raises(SettingError, match="paths must be") as caught:
         build_report(wrong)
+    is_named = "Write build_report(['run.jsonl'])." in str(caught.value)
+    assert is_named == bool(wrong)
 
 
 def test_a_file_that_is_not_a_run_is_one_error(tmp_path):

@@ -16,7 +16,7 @@ import lossscale.numpy as ls
 from lossscale import Dynamic, Fixed, Headroom, Saturation, ScaleState, Signal, presets
 from lossscale.diagnostics import simulate
 from lossscale.diagnostics import simulation as module
-from lossscale.errors import SettingError
+from lossscale.errors import SettingError, SettingTypeError
 
 
 def small(name):
@@ -263,3 +263,16 @@ def test_a_fixed_scale_and_a_policy_of_your_own_see_the_magnitudes():
 def test_magnitudes_that_cannot_be_used_are_refused(magnitudes, dtype, message):
     with pytest.raises(SettingError, match=message):
         simulate([Dynamic()], [True, True], magnitudes=magnitudes, dtype=dtype)
+
+
+def test_what_is_no_list_of_policies_is_refused():
+    for wrong, words in (
+        (Dynamic(), r"in a list; got Dynamic\(.*\. Write \[Dynamic\(\.\.\.\)\]"),
+        ("torch", r"got 'torch'\. .*presets\.get\('torch'\)"),
+        ([Dynamic(), 8.0], r"got 8\.0\."),
+        ([Dynamic], "got <class"),
+        (None, r"got None\."),
+    ):
+        with pytest.raises(SettingTypeError, match=words):
+            simulate(wrong, [True])
+    assert 2 == len(simulate((Fixed(scale) for scale in (2.0, 4.0)), [True]))

@@ -113,8 +113,8 @@ def to_library(library: str, policy: Policy, state: ScaleState) -> Conversion:
     converter = _find(library)
     if not isinstance(policy, Dynamic):
         message = (
-            f"A state of {library} is that of a dynamic scale, this policy is "
-            f"{policy!r}."
+            f"Only dynamic scales can be converted to {library}, got "
+            f"{format_value(policy)}. Pass a Dynamic."
         )
         raise StateError(message)
     state = check_state(policy, state)

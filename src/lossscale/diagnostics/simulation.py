@@ -13,7 +13,7 @@ steps through `lossscale.numpy`.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -23,10 +23,18 @@ import numpy.typing as npt
 
 import lossscale.numpy as ls
 from lossscale.core.data_policies import RuleBased
-from lossscale.core.policies import Dynamic, Fixed, Policy, wanted_measurements
+from lossscale.core.policies import (
+    Dynamic,
+    Fixed,
+    Policy,
+    is_policy,
+    wanted_measurements,
+)
 from lossscale.core.rule import transition
 from lossscale.core.state import ScaleState, Signal
+from lossscale.core.validation import format_value
 from lossscale.diagnostics.sequences import Scales, StepSequence, make_sequence
+from lossscale.errors import SettingTypeError
 
 Steps = npt.NDArray[np.int64]
 
@@ -113,6 +121,7 @@ def simulate(
         One `Simulation` per policy, in their order.
 
     Raises:
+        SettingTypeError: If `policies` is not a list of policies.
         SettingError: If `finite` is not one row of booleans, `magnitudes` not as many
             numbers of 0 or more, or `dtype` not one of those.
 
@@ -132,6 +141,7 @@ def simulate(
         >>> result.scales.max().item()
         262144.0
     """
+    policies = list_policies(policies)
     sequence = make_sequence(finite, magnitudes, dtype)
     # Exactly a Dynamic: a subclass may have a step of its own.
     dynamic = sum(type(policy) is Dynamic for policy in policies)
@@ -142,6 +152,31 @@ def simulate(
         if on_policy is not None:
             on_policy()
     return results
+
+
+def list_policies(policies: Iterable[Policy]) -> list[Policy]:
+    """Return policies as a list.
+
+    Raises:
+        SettingTypeError: If they are not policies, or no list of them.
+    """
+    is_list = isinstance(policies, Iterable) and not isinstance(policies, str)
+    listed = list(policies) if is_list else []
+    wrong = [policy for policy in listed if not is_policy(policy)]
+    if is_list and not wrong:
+        return listed
+    given: Any = wrong[0] if wrong else policies
+    if is_policy(given):
+        fix = f" Write [{type(given).__name__}(...)]."
+    elif isinstance(given, str):
+        fix = " For another library's settings, pass [lossscale.presets.get('torch')]."
+    else:
+        fix = ""
+    message = (
+        "policies must be policies such as [lossscale.Dynamic()], in a list; got "
+        f"{format_value(given)}.{fix}"
+    )
+    raise SettingTypeError(message)
 
 
 def run_policy(

@@ -69,18 +69,11 @@ class AlarmRules:
 
     def __post_init__(self) -> None:
         """Check every setting."""
-        for name in (
-            *(
-                "backoffs",
-                "backoffs_while_rising",
-                "floor_skips",
-                "floor_window",
-                "nan_steps",
-                "trend_window",
-            ),
-            "horizon",
-        ):
+        for name in ("floor_window", "nan_steps", "trend_window", "horizon"):
             validation.check_count(name, getattr(self, name))
+        for name in ("backoffs", "backoffs_while_rising"):
+            validation.check_count(name, getattr(self, name), "back-offs")
+        validation.check_count("floor_skips", self.floor_skips, "overflows")
         if self.window is not None:
             validation.check_count("window", self.window)
         validation.check_above_one("trend_ratio", self.trend_ratio)

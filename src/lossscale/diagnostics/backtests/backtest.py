@@ -24,7 +24,7 @@ from lossscale.diagnostics.backtests.steps import (
 from lossscale.diagnostics.backtests.underflow import read_samples
 from lossscale.diagnostics.records.reader import read_run
 from lossscale.diagnostics.records.run_file import RunFile
-from lossscale.diagnostics.simulation import WORTH_COMPILING
+from lossscale.diagnostics.simulation import WORTH_COMPILING, list_policies
 from lossscale.errors import SettingTypeError, StateError
 
 
@@ -143,17 +143,14 @@ def _name_policies(
 ) -> dict[str, Policy]:
     """Return policies by name, checked."""
     if isinstance(policies, Mapping):
+        list_policies(policies.values())
         by_name = dict(policies)
-    elif isinstance(policies, Sequence):
-        by_name = {write_policy(policy): policy for policy in policies}
     else:
-        by_name = {}
-    wrong = [policy for policy in by_name.values() if not isinstance(policy, Policy)]
-    if wrong or not by_name:
-        text = format_value(wrong[0] if wrong else policies)
+        by_name = {write_policy(policy): policy for policy in list_policies(policies)}
+    if not by_name:
         message = (
             "policies must be policies such as [lossscale.Dynamic()], in a list or by "
-            f"name; got {text}."
+            f"name; got {format_value(policies)}."
         )
         raise SettingTypeError(message)
     return by_name

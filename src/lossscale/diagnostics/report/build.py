@@ -52,6 +52,8 @@ def build_report(
     validation.check_choice("format", format, FORMATS)
     if isinstance(paths, (str, os.PathLike)) or not paths:
         message = f"paths must be one or more files in a list, got {paths!r}."
+        if isinstance(paths, (str, os.PathLike)):
+            message = f"{message} Write build_report([{os.fspath(paths)!r}])."
         raise SettingError(message)
     runs = [read_run(path, on_progress=on_progress) for path in paths]
     summaries = [summarize_run(run) for run in runs]
