@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -240,7 +241,22 @@ def test_a_package_that_is_not_installed_records_from_its_source(path):
     # Without site-packages there is no metadata that would say its version.
     command = [sys.executable, "-S", "-c", program, path]
     run_process(command, check=True, env={"PYTHONPATH": str(source)})
-    assert "lossscale" in read_run(path).header["versions"]
+    assert "from source" == read_run(path).header["versions"]["lossscale"]
+
+
+def test_a_package_of_another_name_has_its_version(path, monkeypatch):
+    """tensorflow-cpu and tf-nightly install a module that is called tensorflow."""
+
+    def find_nothing(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("lossscale.diagnostics.records.headers.version", find_nothing)
+    module = SimpleNamespace(__version__="2.99.0")
+    monkeypatch.setitem(sys.modules, "tensorflow", module)
+    monkeypatch.setitem(sys.modules, "flax", SimpleNamespace(__version__=3))
+    Recorder(path).close()
+    versions = read_run(path).header["versions"]
+    assert ("2.99.0", "from source") == (versions["tensorflow"], versions["flax"])
 
 
 def test_the_file_is_written_without_a_flush(path):

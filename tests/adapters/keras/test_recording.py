@@ -57,6 +57,22 @@ def test_a_skipped_batch_is_recorded_with_its_cause_and_its_variables(tmp_path):
         assert {kernel.path: "nan"} == dict(record.nonfinite)
 
 
+@pytest.mark.parametrize(("every", "cause"), [(1, "loss"), (2, "nan")])
+def test_a_batch_is_skipped_for_its_loss_if_that_was_not_finite(tmp_path, every, cause):
+    """The loss of two batches does not say which of them was skipped for it."""
+    rows = ROWS.copy()
+    rows[9] = np.nan  # in the second batch
+    model, path = compiled_model(), tmp_path / "run.jsonl"
+    with Recorder(path) as recorder:
+        callback = KerasCallback(recorder, every=every)
+        settings = {"batch_size": 8, "shuffle": False, "verbose": 0}
+        model.fit(rows, rows[:, :2], callbacks=[callback], **settings)
+    (skipped,) = (r for r in read_run(path).records() if r.skipped)
+    assert (2, cause) == (skipped.step, skipped.cause)
+    assert np.isnan(skipped.loss)
+    assert {"nan"} == {kind for _, kind in skipped.nonfinite}
+
+
 def means_and_batches(model, **settings):
     """Fit, and return Keras's running means and the loss of every batch by itself."""
     means, alone = [], []

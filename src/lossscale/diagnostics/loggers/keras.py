@@ -87,7 +87,8 @@ class KerasCallback(_Callback):  # type: ignore[misc]  # Keras is read as Any
         )
         if record.skipped:
             nonfinite = tuple(last.nonfinite.items())
-            record = record._replace(cause=last.reason, nonfinite=nonfinite)
+            cause = "loss" if self._has_bad_loss(record) else last.reason
+            record = record._replace(cause=cause, nonfinite=nonfinite)
         if self._recorder is not None:
             self._recorder.record(
                 scale=record.scale,
@@ -100,6 +101,12 @@ class KerasCallback(_Callback):  # type: ignore[misc]  # Keras is read as Any
             )
         for writer in self._writers:
             writer.write_step(record)
+
+    def _has_bad_loss(self, record: StepRecord) -> bool:
+        """Whether the loss of the batch itself is known not to be finite."""
+        is_of_batch = self._every == 1 and self._losses.are_of_batches
+        loss = record.loss
+        return is_of_batch and loss is not None and not math.isfinite(loss)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Write what is left."""
@@ -130,6 +137,8 @@ class _BatchLosses:
     def __init__(self) -> None:
         self._total = 0.0
         self._count = 0.0
+        self.are_of_batches = False
+        """Whether they are; a model without such a mean may report any other."""
 
     def take(self, model: Any, logs: dict[str, Any]) -> float | None:
         """Return the mean loss of the batches since the last call.
@@ -139,6 +148,7 @@ class _BatchLosses:
         """
         tracker = next((m for m in model.metrics if m.name == "loss"), None)
         total, count = (getattr(tracker, name, None) for name in ("total", "count"))
+        self.are_of_batches = total is not None and count is not None
         if total is None or count is None:
             loss = logs.get("loss")
             return None if loss is None else float(loss)

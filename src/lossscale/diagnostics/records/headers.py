@@ -108,8 +108,15 @@ def find_versions() -> dict[str, str]:
             try:
                 found[package] = version(package)
             except PackageNotFoundError:
-                found[package] = "from source"
+                found[package] = _find_version_in_code(package)
     return found
+
+
+def _find_version_in_code(package: str) -> str:
+    """Return what a loaded module says, such as one that tensorflow-cpu installed."""
+    # Not by getattr, which a module may answer by asking for its installed version.
+    found = vars(sys.modules[package]).get("__version__")
+    return found if isinstance(found, str) else "from source"
 
 
 def check_names(names: Iterable[str]) -> list[str]:
