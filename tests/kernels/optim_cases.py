@@ -32,6 +32,7 @@ from helpers.optimizers import (
 from helpers.rounding import round_stochastically
 
 import lossscale.torch as ls
+from lossscale.errors import StateError
 from lossscale.torch import optim
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
@@ -221,6 +222,10 @@ def checks(
         yield from of_each(device, setting, block)
         yield from replaced(device, setting)
     yield "removed group", lambda: check_removed_group(device)
+    yield "changed dtype", lambda: check_changed_dtype(device)
+    yield "foreign state", lambda: check_foreign_state(device)
+    yield "other memory", lambda: check_other_memory(device)
+    yield "state that is gone", lambda: check_missing_state(device)
     yield "listed twice", lambda: check_listed_twice(device)
     yield "strides", lambda: check_strides(device)
     yield "groups", lambda: check_groups(device)
@@ -528,6 +533,101 @@ def check_removed_group(device):
         params[1].grad = None
 
     twins.step(give_one)
+    twins.step(random_grads(2))
+
+
+def check_changed_dtype(device):
+    """A model is converted in mid-training: what is kept stays as it was."""
+    for before, after in ((FLOAT32, FLOAT16), (FLOAT16, FLOAT32)):
+        for make in (
+            lambda params, **more: optim.SGD(params, 0.5, momentum=0.9, **more),
+            optim.AdamW,
+        ):
+            twins = Twins(make, lambda: make_params(before, device=device))  # noqa: B023
+            twins.step(random_grads(0))
+            for optimizer in (twins.fast, twins.slow):
+                for param in twins.params(optimizer):
+                    param.grad = None
+                    param.data = param.data.to(after)
+            twins.step(random_grads(1))
+            twins.step(random_grads(2))
+
+
+def check_foreign_state(device):
+    """State that the kernels cannot update is one error, and nothing is changed."""
+    for name, spoil in (
+        ("shape", lambda value: value.reshape(-1)[:-1].clone()),
+        ("shape", lambda value: value.new_ones(())),
+        ("float64", torch.Tensor.double),
+    ):
+        for make, kept in (
+            (lambda params: optim.SGD(params, 0.1, momentum=0.9), "momentum_buffer"),
+            (optim.AdamW, "exp_avg_sq"),
+        ):
+            optimizer = make(make_params(device=device))
+            params = Twins.params(optimizer)
+            set_grads(params, 0)
+            optimizer.step()
+            state = optimizer.state[params[0]]
+            state[kept] = spoil(state[kept])
+            before = copy_tensors(optimizer)
+            set_grads(params, 1)
+            message = ""
+            try:
+                optimizer.step()
+            except StateError as error:
+                message = str(error)
+            assert f"{kept} of a parameter" in message, message
+            assert name in message, message
+            check_equal(before, tensors_of(optimizer))
+    twins = Twins(optim.AdamW, lambda: make_params(device=device))
+    twins.step(random_grads(0))
+    for param in twins.params(twins.fast):
+        state = twins.fast.state[param]
+        state["exp_avg_sq"] = state["exp_avg_sq"].bfloat16()
+    twins.step(random_grads(1))
+
+
+def check_other_memory(device):
+    """`.data` of a parameter is a part of the same memory, or laid out otherwise."""
+    for change in (lambda data: data.t(), lambda data: data[:2]):
+        pair = []
+        for fused in (None, False):
+            param = torch.nn.Parameter(torch.arange(9.0, device=device).reshape(3, 3))
+            optimizer = optim.SGD([param], lr=0.5, fused=fused)
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+            memory = param.data
+            param.grad = None
+            param.data = change(param.data)
+            slopes = torch.arange(1.0, 1.0 + param.numel(), device=device)
+            param.grad = slopes.reshape(param.shape)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+            pair.append(memory)
+        check_equal({"memory": pair[1]}, {"memory": pair[0]})
+
+
+def check_missing_state(device):
+    """What was deleted from the state of a parameter is made with its next gradient."""
+    twins = Twins(
+        lambda params, **more: optim.SGD(
+            params, 0.5, momentum=0.9, dampening=0.5, **more
+        ),
+        lambda: make_params(device=device),
+    )
+    twins.step(random_grads(0))
+    for optimizer in (twins.fast, twins.slow):
+        del optimizer.state[twins.params(optimizer)[0]]
+
+    def all_but_one(params):
+        set_grads(params, 1)
+        params[0].grad = None
+
+    twins.step(all_but_one)
+    first = twins.params(twins.fast)[0]
+    assert not twins.fast.state.get(first)
     twins.step(random_grads(2))
 
 

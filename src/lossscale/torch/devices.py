@@ -70,7 +70,7 @@ def send_to_host(
     return copy, event
 
 
-def uncompiled(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def disable_compile(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Return a method that `torch.compile` calls instead of tracing it.
 
     Inspecting gradients and updating the scale run between compiled parts, as torch's

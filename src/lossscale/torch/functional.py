@@ -27,11 +27,16 @@ import torch
 
 from lossscale.core import trees, validation
 from lossscale.core.measurements import Measurement, check_measurements
-from lossscale.core.policies import Policy, advance
+from lossscale.core.policies import Policy, advance, require_policy
 from lossscale.core.portable import check_state
 from lossscale.core.state import Array, ScaleState, Signal, list_dtypes
 from lossscale.core.trees import map_leaves
-from lossscale.core.validation import format_value, plain_number, require_signal
+from lossscale.core.validation import (
+    format_value,
+    plain_number,
+    require_signal,
+    require_state,
+)
 from lossscale.errors import GradientError, StructureError
 from lossscale.torch import gradient
 from lossscale.torch.measurements import measure as measure_signal
@@ -55,6 +60,7 @@ def init(
         >>> ls.init(lossscale.Dynamic()).scale
         tensor(65536.)
     """
+    require_policy(policy)
     first = policy.init() if state is None else check_state(policy, state)
     pairs = zip(first, list_dtypes(first), strict=True)
     # Not torch.tensor, which waits for the device.
@@ -83,6 +89,7 @@ def scale(loss: Any, state: ScaleState) -> Any:
         >>> ls.scale(loss, ls.init(lossscale.Fixed(1024.0)))
         tensor(2048.)
     """
+    require_state(state)
     factor = _tensor(state.scale)
 
     def multiply(path: str, leaf: Any) -> torch.Tensor:
@@ -124,6 +131,7 @@ def unscale(
         >>> grads, bool(signal.finite)
         ({'w': tensor([2., 1.])}, True)
     """
+    require_state(state)
     names = check_measurements(measure)
     divisor = _tensor(state.scale)
     unscaled = divide(grads, divisor)
@@ -150,6 +158,8 @@ def update(policy: Policy, state: ScaleState, signal: Signal) -> ScaleState:
         >>> ls.update(policy, ls.init(policy), lossscale.Signal(finite=False)).scale
         tensor(32768.)
     """
+    require_policy(policy)
+    require_state(state)
     require_signal(signal)
     if not isinstance(state.scale, torch.Tensor):
         state = init(policy, state)  # a policy's own first state: Python numbers

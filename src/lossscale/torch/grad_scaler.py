@@ -24,7 +24,7 @@ from lossscale.core.state import ScaleState
 from lossscale.errors import LossScaleError, SettingError
 from lossscale.torch.attributes import computed
 from lossscale.torch.calls import warn_caller
-from lossscale.torch.devices import uncompiled
+from lossscale.torch.devices import disable_compile
 from lossscale.torch.distributed.rank_groups import GroupsOrMeshes, parse_rank_groups
 from lossscale.torch.inspection.buffer_pools import PinnedPool
 from lossscale.torch.inspection.groups import FoundInf, invert
@@ -42,7 +42,7 @@ from lossscale.torch.scaler import (
     outcome,
 )
 from lossscale.torch.scaler.description import Describe, describe_run, find_describe
-from lossscale.torch.scaler.gradient_checker import GradientChecker, LiveState
+from lossscale.torch.scaler.gradient_checker import CallContext, GradientChecker
 from lossscale.torch.scaler.history import OnStep, make_history
 from lossscale.torch.scaler.iteration import FAILED, Iteration, OptimizerStep
 from lossscale.torch.scaler.options import Names
@@ -157,11 +157,14 @@ class GradScaler(torch.amp.GradScaler):
                 one of the numbers that it replaces.
             StateError: If the policy cannot go on from the state.
         """
+        options.check_device(device)
         first_scale = options.parse_init_scale(init_scale)
         numbers = (first_scale, growth_factor, backoff_factor, growth_interval)
-        given = options.parse_policy(policy, numbers, is_auto=init_scale == "auto")
+        checked_policy = options.parse_policy(
+            policy, numbers, is_auto=init_scale == "auto"
+        )
         self._options = options.parse_options(
-            policy=given,
+            policy=checked_policy,
             names=names,
             module=module,
             on_no_gradients=on_no_gradients,
@@ -189,9 +192,9 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(new_optimizer_state)
         self._is_on_host: bool | None = None
         """Whether the state is Python numbers; `None` before the first `scale`."""
-        if given is not None:
-            self._init_scale = float(given.init().scale)
-            factors = torch_factors(given)
+        if checked_policy is not None:
+            self._init_scale = float(checked_policy.init().scale)
+            factors = torch_factors(checked_policy)
             self._growth_factor, self._backoff_factor, self._growth_interval = factors
         self._scale_update = self._make_scale_update()
         first = self._scale_update.first
@@ -371,7 +374,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         return cast("torch.Tensor", self._scale)
 
-    @uncompiled
+    @disable_compile
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         self._place_state()
@@ -421,6 +424,8 @@ class GradScaler(torch.amp.GradScaler):
             >>> x.grad / scaler.get_scale()
             tensor(30.)
         """
+        if isinstance(inputs, torch.nn.Module):
+            options.refuse_module_as_inputs(inputs)
         self._history.has_penalties = True
         grads = torch.autograd.grad(
             super().scale(outputs),
@@ -479,16 +484,16 @@ class GradScaler(torch.amp.GradScaler):
         """
         from lossscale.torch.explain.explainer import explain  # noqa: PLC0415
 
-        known = self._options.model
-        model = known() if module is None and known is not None else module
-        if model is None and known is not None:
+        reference = self._options.model
+        model = reference() if module is None and reference is not None else module
+        if model is None and reference is not None:
             raise SettingError(options.MODEL_IS_GONE)
         scale = self.get_scale() if self._enabled else 1.0
         return explain(step_function, model, self, scale, self._options.rank_groups)
 
     # -- unscaling and clipping --------------------------------------------------------
 
-    @uncompiled
+    @disable_compile
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients of an optimizer, in place; waits for nothing.
 
@@ -514,29 +519,31 @@ class GradScaler(torch.amp.GradScaler):
         if accumulator is not None:
             accumulator.require_complete()
         step.is_unscaling = True
-        live = self._live()
+        context = self._call_context()
         allow_fp16 = self._options.allow_fp16
         if accumulator is not None:
-            found_inf = accumulation.finish(step, accumulator, self._checker, live)
+            found_inf = accumulation.finish(step, accumulator, self._checker, context)
         elif self._is_overridden("_unscale_grads_"):
-            scale = live.tensor
+            scale = context.tensor
             zero = torch.zeros((), dtype=torch.float32, device=scale.device)
             found_inf = self._unscale_grads_(
                 step.optimizer, invert(scale), zero, allow_fp16
             )
             try:
                 # The subclass may have checked by itself, without other ranks.
-                found_inf = self._checker.share_flags(step.optimizer, found_inf, live)
+                found_inf = self._checker.share_flags(
+                    step.optimizer, found_inf, context
+                )
             except BaseException:
                 step.mark_failed()
                 raise
         else:
             found_inf, _ = self._checker.check(
-                step.optimizer, step, _UNSCALE, live, allow_fp16=allow_fp16
+                step.optimizer, step, _UNSCALE, context, allow_fp16=allow_fp16
             )
-        step.mark_unscaled(found_inf, live.iteration.losses, stepping=stepping)
+        step.mark_unscaled(found_inf, context.iteration.losses, stepping=stepping)
 
-    @uncompiled
+    @disable_compile
     def clip_grad_norm_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -599,25 +606,25 @@ class GradScaler(torch.amp.GradScaler):
         step = self._begin_step(optimizer)
         if step.clipped:
             step.refuse_clipped()
-        live = self._live()
+        context = self._call_context()
         are_scaled = step.state["stage"] is OptState.READY and step.accumulator is None
         if are_scaled and clip.fits_one_read and not self._is_overridden(*_CHECK_HOOKS):
             norm = clipping.clip_in_one_read(
-                step, clip, self._checker, live, allow_fp16=self._options.allow_fp16
+                step, clip, self._checker, context, allow_fp16=self._options.allow_fp16
             )
             if norm is not None:
                 return norm
-        return self._clip_after_unscaling(step, clip, live)
+        return self._clip_after_unscaling(step, clip, context)
 
     def _clip_after_unscaling(
-        self, step: OptimizerStep, clip: clipping.ClipOptions, live: LiveState
+        self, step: OptimizerStep, clip: clipping.ClipOptions, context: CallContext
     ) -> torch.Tensor:
         """Unscale gradients that are not unscaled yet, then clip them."""
         if step.stage is OptState.READY:
             if step.accumulator is None and self._has_nothing_to_clip(step.optimizer):
-                return clipping.empty_norm(clip, live.tensor.device)
+                return clipping.empty_norm(clip, context.tensor.device)
             self.unscale_(step.optimizer)
-        return clipping.clip_after_unscaling(step, clip, self._checker, live)
+        return clipping.clip_after_unscaling(step, clip, self._checker, context)
 
     def _has_nothing_to_clip(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether there is no gradient, here or on a rank that waits for this one.
@@ -630,7 +637,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # -- accumulating ------------------------------------------------------------------
 
-    @uncompiled
+    @disable_compile
     def accumulate(self, optimizer: torch.optim.Optimizer) -> None:
         """Add a micro-batch's gradients up, in float32 or wider, if they are finite.
 
@@ -653,13 +660,13 @@ class GradScaler(torch.amp.GradScaler):
         collected = self._checker.inspector.collect(step.optimizer)
         if collected.groups is not None:
             accumulation.refuse_unsummable(collected.groups, collected.grads)
-        live = self._live()
-        self._checker.sample(step.optimizer, collected, live)
-        accumulation.add_micro_batch(step, collected, live)
+        context = self._call_context()
+        self._checker.sample(step.optimizer, collected, context)
+        accumulation.add_micro_batch(step, collected, context)
 
     # -- stepping ----------------------------------------------------------------------
 
-    @uncompiled
+    @disable_compile
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer unless a gradient is not finite.
 
@@ -701,7 +708,7 @@ class GradScaler(torch.amp.GradScaler):
             step.refuse_failed()
         return self._step(step, optimizer, arguments, is_prepared=False)
 
-    @uncompiled
+    @disable_compile
     def step_all(self, *optimizers: torch.optim.Optimizer) -> list[Any]:
         """Step several optimizers, or none of them if any gradient is not finite.
 
@@ -739,13 +746,13 @@ class GradScaler(torch.amp.GradScaler):
             step.refuse_stepped()
         is_old = stage is not OptState.READY and step.losses != iteration.losses
         if is_old and step.has_stale_check():
-            self._checker.check_again(step, self._live())
+            self._checker.check_again(step, self._call_context())
         return step
 
     def _step(
         self,
         step: OptimizerStep,
-        given: torch.optim.Optimizer,
+        outer_optimizer: torch.optim.Optimizer,
         arguments: fused_optimizers.StepArguments,
         *,
         is_prepared: bool,
@@ -754,12 +761,16 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             step: The optimizer's step.
-            given: The optimizer, or the wrapper of a package around it.
+            outer_optimizer: The optimizer, or the wrapper of a package around it.
             arguments: What its `step` takes.
             is_prepared: Whether its gradients were just checked.
         """
         optimizer = step.optimizer
-        stepped = given if given is optimizer else choose_stepped(optimizer, given)
+        stepped = (
+            outer_optimizer
+            if outer_optimizer is optimizer
+            else choose_stepped(optimizer, outer_optimizer)
+        )
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if is_fused and fused_optimizers.takes_scaler(optimizer):
             if step.accumulator is not None:
@@ -825,7 +836,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # -- the end of the iteration ------------------------------------------------------
 
-    @uncompiled
+    @disable_compile
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Update the scale; call it once, after all optimizers of an iteration.
 
@@ -925,11 +936,11 @@ class GradScaler(torch.amp.GradScaler):
         device_loss: GradientSummary | None = None
         loss_nonfinite = iteration.host_loss_nonfinite
         if self._is_on_host:
-            found = outcome.host_outcome(iteration, outcomes, scale.device)
-            self._state.advance_on_host(scale, growth_tracker, update, found)
-            if found.loss_nonfinite is not None:
-                loss_nonfinite = found.loss_nonfinite
-            applied: bool | None = found.applied
+            host_outcome = outcome.host_outcome(iteration, outcomes, scale.device)
+            self._state.advance_on_host(scale, growth_tracker, update, host_outcome)
+            if host_outcome.loss_nonfinite is not None:
+                loss_nonfinite = host_outcome.loss_nonfinite
+            applied: bool | None = host_outcome.applied
         else:
             flags = outcome.device_outcome(iteration, outcomes, scale.device)
             tensors = self._state.tensors(scale, growth_tracker, self._scale_update)
@@ -964,7 +975,7 @@ class GradScaler(torch.amp.GradScaler):
     def discard(self) -> None:
         """Drop the current iteration: start again with a new backward pass.
 
-        Call it together with `zero_grad` where an iteration is given up half-way: after
+        Call it together with `zero_grad` where an iteration is abandoned: after
         an exception in a step, or to forget what `accumulate` has added up. Gradients
         that are still there count as scaled. The scale does not move, and nothing is
         reported. With several ranks, call it on all of them.
@@ -1047,7 +1058,7 @@ class GradScaler(torch.amp.GradScaler):
             optimizer,
             step,
             _UNSCALE._replace(check_headroom=not self._is_only_checking),
-            self._live(),
+            self._call_context(),
             allow_fp16=allow_fp16 or self._options.allow_fp16,
             inverse=inv_scale.reshape(()).to(torch.float32),
         )
@@ -1075,36 +1086,38 @@ class GradScaler(torch.amp.GradScaler):
         found_inf = self._check(step)
         for device, flag in cast("FoundInf", flags).items():
             # A device may have gradients that only the subclass knows of.
-            own = found_inf.setdefault(device, flag.reshape(()))
-            torch.maximum(own, flag.reshape(()), out=own)
+            device_flag = found_inf.setdefault(device, flag.reshape(()))
+            torch.maximum(device_flag, flag.reshape(()), out=device_flag)
         # Also if the hook returned no flag: the other ranks wait.
-        found_inf = self._checker.share_flags(step.optimizer, found_inf, self._live())
+        found_inf = self._checker.share_flags(
+            step.optimizer, found_inf, self._call_context()
+        )
         step.mark_checked(found_inf)
         return found_inf
 
     def _check(self, step: OptimizerStep) -> FoundInf:
         """Check gradients that stay scaled; record and return the flags."""
         found_inf, _ = self._checker.check(
-            step.optimizer, step, _CHECK, self._live(), allow_fp16=True
+            step.optimizer, step, _CHECK, self._call_context(), allow_fp16=True
         )
         step.mark_checked(found_inf)
         return found_inf
 
     def _is_overridden(self, *names: str) -> bool:
         """Whether a subclass, or an assignment to this object, replaces a method."""
-        replaced, own = self.__dict__, type(self)
+        replaced, cls = self.__dict__, type(self)
         for name in names:
-            method = getattr(own, name)
+            method = getattr(cls, name)
             if name in replaced:
                 return True
             if method is not _OWN[name] and not method.__module__.startswith(_PACKAGE):
                 return True
         return False
 
-    def _live(self) -> LiveState:
+    def _call_context(self) -> CallContext:
         """Return the tensors and the iteration, for a collaborator to work on."""
         update = self._scale_update if self._enabled else _KEEP_SCALE
-        return LiveState(self._scale, self._growth_tracker, self._iteration, update)
+        return CallContext(self._scale, self._growth_tracker, self._iteration, update)
 
     def _check_scale_growth_tracker(
         self, funcname: str

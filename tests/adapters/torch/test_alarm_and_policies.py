@@ -16,6 +16,7 @@ from lossscale.errors import (  # noqa: E402
     CollapseError,
     CollapseWarning,
     SettingError,
+    SettingTypeError,
 )
 
 
@@ -129,7 +130,7 @@ def test_a_policy_receives_numbers_that_were_measured_or_none(fused, measure_nor
 def test_a_policy_and_torchs_numbers_exclude_each_other():
     with pytest.raises(SettingError, match="policy= was given together with"):
         ls.GradScaler("cpu", init_scale=8.0, policy=Dynamic())
-    with pytest.raises(SettingError, match="policy must have init"):
+    with pytest.raises(SettingTypeError, match="policy must be a policy"):
         ls.GradScaler("cpu", policy="torch")
     with pytest.raises(SettingError, match="growth_interval"):
         ls.GradScaler("cpu", policy=Dynamic()).set_growth_interval(3)

@@ -74,8 +74,8 @@ class WrappedOptimizer:
             index = remaining.pop(id(param), None)
             if index is None:
                 message = (
-                    "A gradient was given for what is not a parameter of the "
-                    f"optimizer, or for one twice: {_describe(param)}."
+                    f"grads_and_vars has {_describe(param)}, which is not a parameter "
+                    "of the optimizer or appears twice. Pass each parameter once."
                 )
                 raise StructureError(message)
             if gradient is not None:

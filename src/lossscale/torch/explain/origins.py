@@ -92,7 +92,7 @@ def _has_zero_partner(name: str, args: Sequence[Any]) -> bool:
     return False
 
 
-def _ask_division(args: Sequence[Any], kind: Kind) -> Origin | None:
+def _classify_division(args: Sequence[Any], kind: Kind) -> Origin | None:
     numerator, divisor = args[0], args[1]
     zero = _as_tensor(divisor) == 0
     if not bool(zero.any()):
@@ -102,13 +102,13 @@ def _ask_division(args: Sequence[Any], kind: Kind) -> Origin | None:
     return "division by zero"
 
 
-def _ask_reciprocal(args: Sequence[Any], kind: Kind) -> Origin | None:
+def _classify_reciprocal(args: Sequence[Any], kind: Kind) -> Origin | None:
     if kind.nan:
         return "root of a negative number"
     return "division by zero" if bool((args[0] == 0).any()) else None
 
 
-def _ask_power(args: Sequence[Any], kind: Kind) -> Origin | None:
+def _classify_power(args: Sequence[Any], kind: Kind) -> Origin | None:
     if kind.nan:
         return "negative base"
     base, exponent = _as_tensor(args[0]), _as_tensor(args[1])
@@ -117,10 +117,10 @@ def _ask_power(args: Sequence[Any], kind: Kind) -> Origin | None:
 
 
 _QUESTIONS: dict[str, Callable[[Sequence[Any], Kind], Origin | None]] = {
-    "div": _ask_division,
-    "reciprocal": _ask_reciprocal,
-    "rsqrt": _ask_reciprocal,
-    "pow": _ask_power,
+    "div": _classify_division,
+    "reciprocal": _classify_reciprocal,
+    "rsqrt": _classify_reciprocal,
+    "pow": _classify_power,
 }
 """What to ask of an operator's inputs if all of them are finite."""
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from lossscale.core.validation import check_bool
-from lossscale.errors import SettingError
+from lossscale.core.validation import check_bool, format_value
+from lossscale.errors import SettingError, SettingTypeError
 from lossscale.torch.half_precision.casts import (
     NARROW,
     WeightDtype,
@@ -22,7 +22,7 @@ from lossscale.torch.half_precision.casts import (
     has_casts,
     remove_casts,
 )
-from lossscale.torch.half_precision.range import keep_what_float16_cannot_hold
+from lossscale.torch.half_precision.range import keep_out_of_range
 from lossscale.torch.half_precision.selection import (
     CONVERTED,
     Kept,
@@ -91,6 +91,7 @@ def to_float16(
         >>> model(torch.ones(1, 2)).dtype
         torch.float32
     """
+    _check_model("to_float16", model)
     check_bool("keep_normalisation", keep_normalisation)
     selection = Selection(model)
     selection.keep_named(keep_float32)
@@ -99,7 +100,7 @@ def to_float16(
     if any(has_casts(module) for module in model.modules()):
         message = "The model was converted before. Call to_float32(model) first."
         raise SettingError(message)
-    keep_what_float16_cannot_hold(selection)
+    keep_out_of_range(selection)
     selection.keep_float64()
     kept = selection.outermost()
     inside = selection.inside()
@@ -133,9 +134,20 @@ def to_float32(model: torch.nn.Module) -> None:
         >>> model.weight.dtype
         torch.float32
     """
+    _check_model("to_float32", model)
     for module in model.modules():
         _convert(module, NARROW, torch.float32)
         remove_casts(module)
+
+
+def _check_model(function: str, model: object) -> None:
+    """Raise unless this is a module."""
+    if not isinstance(model, torch.nn.Module):
+        message = (
+            f"{function}() takes a torch.nn.Module, got {format_value(model)}. Write "
+            f"{function}(model)."
+        )
+        raise SettingTypeError(message)
 
 
 def _convert(

@@ -20,7 +20,7 @@ _FIRST_TOO_LARGE = 65520.0
 _MOST_EXAMPLES = 3
 
 
-def keep_what_float16_cannot_hold(selection: Selection) -> None:
+def keep_out_of_range(selection: Selection) -> None:
     """Keep modules with such buffers, or raise if a module has parameters too.
 
     A module without parameters, such as a table of positions, computes in float32 with

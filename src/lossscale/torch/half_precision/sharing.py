@@ -62,9 +62,9 @@ def _refuse_shared_modules(selection: Selection) -> None:
         name, border = inner[identity]
         alias = outer[identity]
         message = (
-            f"{name!r} and {alias!r} are the same module. It would get float32 in "
-            f"{border!r}, which is kept, and float16 as {alias!r}. Keep {alias!r} in "
-            f"the place of {border!r}, or a module that has both."
+            f"{name!r} and {alias!r} are the same module: {border!r} is kept in "
+            f"float32, and {alias!r} would become float16. Write "
+            f"keep_float32=[{alias!r}], or name a module that contains both."
         )
         raise SettingError(message)
 

@@ -7,8 +7,12 @@ the kernels would have to be given again.
 
 A buffer is never handed out twice: the report that holds it may be read at any time,
 and a copy from it may not have begun yet. torch reuses the memory when none of the 32
-is needed.
+is needed. It knows of its own copies to pinned memory and waits for them; a buffer that
+a kernel writes to is kept here until it has.
 """
+
+from collections import deque
+from typing import Protocol
 
 import torch
 
@@ -37,6 +41,28 @@ class PinnedPool:
             )
             free = self._free[length] = list(block[:, :length].unbind())
         return free.pop()
+
+
+class Event(Protocol):
+    """What `torch.cuda.Event` has."""
+
+    def query(self) -> bool:
+        """Whether everything before it has happened."""
+        ...
+
+
+_written: deque[tuple[Event, torch.Tensor]] = deque()
+"""Buffers to which kernels write, in the order of their launches."""
+
+
+def keep_until(event: Event, buffer: torch.Tensor) -> None:
+    """Keep a buffer at least until an event; drop those whose events have happened.
+
+    Not while the current stream is being captured: CUDA forbids the question.
+    """
+    _written.append((event, buffer))
+    while _written and _written[0][0].query():
+        _written.popleft()
 
 
 class DevicePool:

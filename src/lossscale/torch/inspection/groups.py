@@ -51,7 +51,7 @@ class GradientScale(NamedTuple):
             raise AssertionError(message)
         return tensor
 
-    def both(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def scale_and_inverse(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scale and its inverse."""
         if self.inverse is None:
             return self.tensor, invert(self.tensor)
@@ -326,7 +326,8 @@ def _measure_eagerly(
         values = amaxes or [0.0] * len(grads)
         return torch.tensor(numbers + values, dtype=torch.float32, device="cpu")
     scale, inverse = (
-        number.to(device, non_blocking=True) for number in gradient_scale.both()
+        number.to(device, non_blocking=True)
+        for number in gradient_scale.scale_and_inverse()
     )
     return eager.measure_on_device(grads, scale, inverse, request, bounds)
 

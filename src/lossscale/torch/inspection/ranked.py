@@ -292,7 +292,7 @@ def _level_of_norm(
 
 def _empty_buffer(gradient_scale: GradientScale) -> torch.Tensor:
     """Return the buffer of a summary of no gradients at all."""
-    scale, inverse = gradient_scale.both()
+    scale, inverse = gradient_scale.scale_and_inverse()
     unit = torch.ones_like(scale)
     zero = 0 * unit
     return torch.stack([zero] * 4 + [scale, inverse, scale, unit, zero, -unit])

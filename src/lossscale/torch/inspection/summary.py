@@ -20,7 +20,7 @@ import torch
 
 from lossscale.core.validation import as_float32
 from lossscale.torch.devices import current_stream, is_capturing
-from lossscale.torch.inspection.buffer_pools import PinnedPool
+from lossscale.torch.inspection.buffer_pools import PinnedPool, keep_until
 
 FOUND_INF = 0
 """1 if the step must be skipped, else 0; exactly, because optimizers compare with 1."""
@@ -198,13 +198,16 @@ class GradientSummary:
         numbers = self.numbers
         if isinstance(numbers, list):
             return
-        if self._copy is None:
-            copy = self.take_copy(pool)
-            if copy is None:
-                return
+        by_kernel = self._copy is not None
+        copy = self._copy if by_kernel else self.take_copy(pool)
+        if copy is None:
+            return
+        if not by_kernel:
             copy.copy_(numbers, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record(current_stream(numbers.device))
+        if by_kernel:
+            keep_until(self._event, copy)
 
     def is_ready(self) -> bool:
         """Whether `on_host` would not wait, as far as that is known."""

@@ -2,6 +2,7 @@
 """`Adam` and `AdamW`."""
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from lossscale.torch.optim.eager import (
     working_dtype,
 )
 from lossscale.torch.optim.formulas import Kept, add_by_adam
+from lossscale.torch.optim.kept_tensors import check_kept_tensor
 from lossscale.torch.optim.masters import HALF, MASTER
 from lossscale.torch.optim.optimizer import (
     Options,
@@ -67,18 +69,34 @@ class _AdamStep(ScaledOptimizer):
         """Return why the kernels cannot update a group; empty if they can."""
         return reason_of_group(group, group["betas"])
 
-    def make_row(self, param: torch.Tensor, number: int, slope: torch.dtype) -> "Row":
+    def make_row(
+        self, param: torch.Tensor, number: int, grad_dtype: torch.dtype
+    ) -> "Row":
         """Return a parameter's row of the kernels' tables; its state is made here."""
         from lossscale.torch.optim.kernels.tables import Row  # noqa: PLC0415
 
         group = self.param_groups[number]
         self._init_state(param, group)
-        names = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", MASTER]
-        kept = [self._rows_tensor(param, name) for name in names]
-        if not group["amsgrad"]:
-            kept[2] = None
-        step = self.state[param]["step"]
-        return Row(local_shard(param), slope, tuple(kept), number, step)
+        state = self.state[param]
+        names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
+        for name in names:
+            check_kept_tensor(param, name, state[name])
+        # The kernels take the moments of a parameter for one dtype.
+        dtypes = {state[name].dtype for name in names}
+        dtype = reduce(torch.promote_types, dtypes) if len(dtypes) > 1 else None
+        moments = [self._rows_tensor(param, name, dtype) for name in names]
+        largest = moments[2] if group["amsgrad"] else None
+        master = self._rows_tensor(param, MASTER, torch.float32)
+        kept = (*moments[:2], largest, master)
+        step = state["step"].reshape(())
+        return Row(local_shard(param), grad_dtype, kept, number, step)
+
+    def has_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether everything is there that a row of the kernels' tables needs."""
+        names = {"step", "exp_avg", "exp_avg_sq"}
+        names |= {"max_exp_avg_sq"} if group["amsgrad"] else set()
+        names |= {MASTER} if self.has_master(param) else set()
+        return names.issubset(self.state.get(param, {}))
 
     def make_tables(self, rows: "list[Row]", params: list[torch.Tensor]) -> "Tables":
         """Return the kernels' tables; they have the step counts from now on."""

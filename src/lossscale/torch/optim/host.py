@@ -63,9 +63,9 @@ class Columns(NamedTuple):
 class RunKey(NamedTuple):
     """What the tensors of a run have in common."""
 
-    taken: float
+    step_count: float
     """The number of the step."""
-    slope: torch.dtype
+    grad_dtype: torch.dtype
     """The dtype of the gradients."""
     rounded: torch.dtype | None
     """The dtype of the parameters of masters; `None` if there are no masters."""
@@ -122,23 +122,24 @@ def update(
         group: The settings.
         inverse: What the gradients are multiplied by, if they are scaled.
     """
+    counts = [step.item() + 1.0 for step in steps]
+    corrections = {count: _correct(count, group) for count in set(counts)}
+    # A setting that is no number has raised by now, and no step was counted.
     ti.foreach_add_(steps, _ONE, alpha=1.0)
-    counts = [step.item() for step in steps]
     rounded = [
         None if param is weight else param.dtype
         for param, weight in zip(columns.params, columns.weights, strict=True)
     ]
-    slopes = map(_dtype_of, columns.grads)
+    grad_dtypes = map(_dtype_of, columns.grads)
     are_small = [weight.numel() < _SMALL for weight in columns.weights]
-    keys = list(map(RunKey, counts, slopes, rounded, are_small))
+    keys = list(map(RunKey, counts, grad_dtypes, rounded, are_small))
     kinds = dict.fromkeys(keys)
     if len(kinds) > 1:  # in most models weights and biases alternate
         places = {kind: place for place, kind in enumerate(kinds)}
         order = sorted(range(len(keys)), key=lambda index: places[keys[index]])
         columns, keys = columns.take(order), [keys[index] for index in order]
-    known = {count: _correct(count, group) for count in set(counts)}
     for key, run in _runs(columns, keys):
-        _update_run(run, key, known[key.taken], group, inverse)
+        _update_run(run, key, corrections[key.step_count], group, inverse)
 
 
 def _correct(count: float, group: Mapping[str, Any]) -> Corrections:

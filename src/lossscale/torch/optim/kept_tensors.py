@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lossscale.errors import StateError
 from lossscale.torch.distributed.dtensor import as_dtensor, local_shard
 from lossscale.torch.optim.identity import are_identical
 from lossscale.torch.torch_internals import all_addresses_equal
@@ -81,3 +82,27 @@ class KeptTensors:
     def _find_addresses(self) -> list[int]:
         tensors = map(local_shard, self._tensors) if self._has_shards else self._tensors
         return list(map(torch.Tensor.data_ptr, tensors))
+
+
+UPDATED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What the kernels can update."""
+
+
+def check_kept_tensor(param: torch.Tensor, name: str, value: torch.Tensor) -> None:
+    """Raise unless the kernels can update what is kept for a parameter.
+
+    They would read and write past the end of another shape, and take another dtype for
+    their own.
+    """
+    if value.shape != param.shape:
+        problem = f"has the shape {tuple(value.shape)}"
+    elif value.dtype not in UPDATED_DTYPES:
+        problem = f"is {value.dtype}"
+    else:
+        return
+    message = (
+        f"{name} of a parameter of shape {tuple(param.shape)} {problem}; expected that "
+        "shape, in float32, float16 or bfloat16. Load the state of this model, or "
+        "delete optimizer.state[param] to start again."
+    )
+    raise StateError(message)

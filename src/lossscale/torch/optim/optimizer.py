@@ -17,10 +17,11 @@ from lossscale.core import validation
 from lossscale.core.statistics import UpdateStatistics
 from lossscale.core.validation import format_value
 from lossscale.errors import SettingError
-from lossscale.torch.devices import is_capturing, uncompiled
+from lossscale.torch.devices import disable_compile, is_capturing
 from lossscale.torch.distributed.dtensor import local_shard
 from lossscale.torch.optim.eager import HostScale, read_scale, write_weight
 from lossscale.torch.optim.formulas import Kept
+from lossscale.torch.optim.kept_tensors import check_kept_tensor
 from lossscale.torch.optim.loaded_state import keep_dtypes
 from lossscale.torch.optim.masters import HALF, MASTER, export_weights, load_weights
 from lossscale.torch.optim.measurement import EagerUpdate, UpdateMeasurement
@@ -86,6 +87,8 @@ class ScaledOptimizer(torch.optim.Optimizer):
 
     _options = Options()
     _plan: StepPlan | None = None
+    _captured_tables: "tuple[Tables, ...]" = ()
+    """What CUDA graphs read, also when the next step has other tables."""
     _loading: Mapping[str, Any] | None = None
     """The state dict that is being loaded."""
     _requested: UpdateMeasurement | None = None
@@ -95,7 +98,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
 
     # -- the step ----------------------------------------------------------------------
 
-    @uncompiled
+    @disable_compile
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, unless a scaler found a gradient that is not finite.
@@ -303,13 +306,24 @@ class ScaledOptimizer(torch.optim.Optimizer):
         """Whether torch's functions take the first step of a parameter."""
         return False
 
-    def make_row(self, param: torch.Tensor, number: int, slope: torch.dtype) -> "Row":
+    def has_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether everything is there that a row of the kernels' tables needs."""
+        raise NotImplementedError
+
+    def keep_tables(self, tables: "Tables") -> None:
+        """Keep tables that a CUDA graph reads, for as long as the optimizer is."""
+        if tables not in self._captured_tables:
+            self._captured_tables = (*self._captured_tables, tables)
+
+    def make_row(
+        self, param: torch.Tensor, number: int, grad_dtype: torch.dtype
+    ) -> "Row":
         """Return a parameter's row of the kernels' tables; its state is made here.
 
         Args:
             param: The parameter.
             number: The index of its group.
-            slope: The dtype of its gradient.
+            grad_dtype: The dtype of its gradient.
         """
         raise NotImplementedError
 
@@ -322,16 +336,33 @@ class ScaledOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
-    def _rows_tensor(self, param: torch.Tensor, name: str) -> torch.Tensor | None:
+    def _rows_tensor(
+        self, param: torch.Tensor, name: str, dtype: torch.dtype | None = None
+    ) -> torch.Tensor | None:
         """Return what is kept under a name, where and laid out as the parameter is.
 
         A loaded state may have other strides, or be where the parameter was before.
+
+        Args:
+            param: The parameter.
+            name: The name.
+            dtype: The dtype that the kernels take it for; `None` for its own.
+
+        Raises:
+            StateError: If it is not what the kernels can update.
         """
         value: torch.Tensor | None = self.state.get(param, {}).get(name)
         if value is None:
             return None
-        if value.device != param.device or value.stride() != param.stride():
-            value = torch.empty_like(param, dtype=value.dtype).copy_(value)
+        check_kept_tensor(param, name, value)
+        dtype = dtype or value.dtype
+        is_like_param = (
+            value.device == param.device
+            and value.dtype == dtype
+            and value.stride() == param.stride()
+        )
+        if not is_like_param:
+            value = torch.empty_like(param, dtype=dtype).copy_(value)
             self.state[param][name] = value
         return local_shard(value)
 

@@ -22,7 +22,7 @@ from lossscale.torch.distributed.dtensor import as_dtensor, local_shard
 from lossscale.torch.inspection import kernel_backend
 from lossscale.torch.inspection.layout_cache import layout_of
 from lossscale.torch.optim.identity import are_identical
-from lossscale.torch.optim.kept_tensors import KeptTensors
+from lossscale.torch.optim.kept_tensors import UPDATED_DTYPES, KeptTensors
 from lossscale.torch.optim.measurement import UpdateMeasurement, describe_weight
 from lossscale.torch.torch_internals import all_addresses_equal
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from lossscale.torch.optim.kernels.tables import Row, Tables
     from lossscale.torch.optim.optimizer import ScaledOptimizer
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -39,7 +38,7 @@ class Member(NamedTuple):
 
     param: torch.Tensor
     group: int
-    slope: torch.dtype
+    grad_dtype: torch.dtype
     """The dtype of its gradient."""
 
 
@@ -84,7 +83,7 @@ class StepPlan:
         self._params = params
         self._present = [i for i, grad in enumerate(grads) if grad is not None]
         present = [grad for grad in grads if grad is not None]
-        self._layout = layout_of(present)
+        self._layout = layout_of([*present, *params])
         self._keys = _keys_of(optimizer)
         self._has_shards = any(as_dtensor(param) is not None for param in params)
         self._addresses = self._addresses_of(params)
@@ -93,18 +92,21 @@ class StepPlan:
         """The parameters that torch updates, by the index of their group."""
         self.is_final = True
         """Whether the next step can go by the same plan."""
-        members = self._divide(optimizer)
+        members = self._group_by_device(optimizer)
         self.devices = [
-            _plan_device(optimizer, own, params, previous) for own in members.values()
+            _plan_device(optimizer, device_members, params, previous)
+            for device_members in members.values()
         ]
         updated = [member.param for plan in self.devices for member in plan.members]
         self._kept = KeptTensors(optimizer.state, updated, optimizer.kept_names)
 
-    def _divide(self, optimizer: "ScaledOptimizer") -> dict[torch.device, list[Member]]:
+    def _group_by_device(
+        self, optimizer: "ScaledOptimizer"
+    ) -> dict[torch.device, list[Member]]:
         """Return what the kernels update, by device; the rest is for torch."""
         members: dict[torch.device, list[Member]] = {}
         counts = Counter(map(id, self._params))
-        repeated = {found for found, count in counts.items() if count > 1}
+        repeated = {param_id for param_id, count in counts.items() if count > 1}
         for number, group in enumerate(optimizer.param_groups):
             left = []
             chosen = optimizer.reason_against(group)
@@ -144,7 +146,7 @@ class StepPlan:
             are_identical(params, self._params)
             and all(map(operator.is_not, present, repeat(None)))
             and self._keys == _keys_of(optimizer)
-            and self._layout.check(*present)  # type: ignore[arg-type]
+            and self._layout.check(*present, *params)  # type: ignore[arg-type]
             and self._has_addresses(params)
             and self._kept.are_in(optimizer.state)
         )
@@ -182,13 +184,17 @@ class StepPlan:
             measurement: Given what is added to the weights, if that is measured.
         """
         for plan in self.devices:
-            own = grads
+            device_grads = grads
             if not plan.is_whole:
-                own = [None if at is None else grads[at] for at in plan.positions]
+                device_grads = [
+                    None if index is None else grads[index] for index in plan.positions
+                ]
             if self._has_shards:
-                own = [None if grad is None else local_shard(grad) for grad in own]
+                device_grads = [
+                    None if grad is None else local_shard(grad) for grad in device_grads
+                ]
             measured = plan.tables.apply(
-                own,
+                device_grads,
                 optimizer.param_groups,
                 grad_scale,
                 found_inf,
@@ -199,10 +205,14 @@ class StepPlan:
             if measurement is not None and measured is not None:
                 pairs = zip(plan.members, plan.positions, strict=True)
                 weights = [
-                    None if at is None else describe_weight(optimizer, member.param, at)
-                    for member, at in pairs
+                    None
+                    if index is None
+                    else describe_weight(optimizer, member.param, index)
+                    for member, index in pairs
                 ]
                 measurement.add(weights, *measured)
+            if is_capturing(plan.tables.device):
+                optimizer.keep_tables(plan.tables)
 
 
 def _keys_of(optimizer: "ScaledOptimizer") -> list[object]:
@@ -218,14 +228,20 @@ def _reason_against(param: torch.Tensor) -> str:
     grad = param.grad
     if grad is None or not kernel_backend.is_available(param.device):
         return "there are no kernels for its device"
-    own, slope = local_shard(param), local_shard(grad)
-    if type(own) not in _PLAIN or type(slope) not in _PLAIN:
-        return f"it is a {type(own).__name__}"
-    if own.dtype not in _DTYPES or slope.dtype not in (own.dtype, torch.float32):
-        return f"it is {own.dtype} and its gradient {slope.dtype}"
-    if not kernel_backend.can_read(slope) or not kernel_backend.can_read(own):
+    local_param, local_grad = local_shard(param), local_shard(grad)
+    if type(local_param) not in _PLAIN or type(local_grad) not in _PLAIN:
+        return f"it is a {type(local_param).__name__}"
+    if local_param.dtype not in UPDATED_DTYPES or local_grad.dtype not in (
+        local_param.dtype,
+        torch.float32,
+    ):
+        return f"it is {local_param.dtype} and its gradient {local_grad.dtype}"
+    if not kernel_backend.can_read(local_grad) or not kernel_backend.can_read(
+        local_param
+    ):
         return "it or its gradient is sparse or has gaps"
-    if _strides(own) != _strides(slope):
+    has_shape = local_param.shape == local_grad.shape  # else torch's function raises
+    if not has_shape or _strides(local_param) != _strides(local_grad):
         return "its gradient has other strides"
     return ""
 
@@ -318,7 +334,7 @@ def _plan_device(
         None,
     )
     if before is not None:
-        members = members + _find_resting(optimizer, before, with_grad)
+        members = members + _find_members_without_grad(optimizer, before, with_grad)
     signatures = _signatures_of(optimizer, members, groups)
     if before is not None and signatures == before.signatures:
         tables, members, signatures, *_ = before
@@ -334,7 +350,7 @@ def _plan_device(
     return DevicePlan(tables, members, signatures, positions, is_whole)
 
 
-def _find_resting(
+def _find_members_without_grad(
     optimizer: "ScaledOptimizer", before: DevicePlan, with_grad: set[int]
 ) -> list[Member]:
     """Return members without a gradient: they keep their rows, for the next time.
@@ -344,18 +360,26 @@ def _find_resting(
         before: The plan before.
         with_grad: The ids of the members that have a gradient.
     """
+    groups = optimizer.param_groups
     numbers = {
         id(param): number
-        for number, group in enumerate(optimizer.param_groups)
+        for number, group in enumerate(groups)
         for param in group["params"]
     }
-    found = []
-    for param, _, slope in before.members:
-        own = local_shard(param)
-        fits = own.device == before.tables.device and own.dtype in _DTYPES
-        if fits and id(param) in numbers and id(param) not in with_grad:
-            found.append(Member(param, numbers[id(param)], slope))
-    return found
+    resting = []
+    for param, _, grad_dtype in before.members:
+        number = numbers.get(id(param))
+        if number is None or id(param) in with_grad:
+            continue
+        local_param = local_shard(param)
+        if (
+            local_param.device == before.tables.device
+            and local_param.dtype in UPDATED_DTYPES
+            # A row would make what is missing: state that torch makes with a gradient.
+            and optimizer.has_state(param, groups[number])
+        ):
+            resting.append(Member(param, number, grad_dtype))
+    return resting
 
 
 def _signatures_of(
@@ -376,7 +400,7 @@ def signature_of(row: "Row", groups: int) -> object:
         groups: How many groups there are.
     """
     tensors = (row.param, *row.kept, row.step)
-    return (row.group, groups, row.slope), tuple(
-        None if tensor is None else (tensor.data_ptr(), tensor.dtype)
+    return (row.group, groups, row.grad_dtype), tuple(
+        None if tensor is None else (tensor.data_ptr(), tensor.dtype, tensor.shape)
         for tensor in tensors
     )

@@ -113,12 +113,20 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
         is_dampened = bool(group["momentum"] and group["dampening"])
         return is_dampened and self.state.get(param, {}).get(BUFFER) is None
 
-    def make_row(self, param: torch.Tensor, number: int, slope: torch.dtype) -> "Row":
+    def has_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether everything is there that a row of the kernels' tables needs."""
+        state = self.state.get(param, {})
+        has_buffer = not group["momentum"] or state.get(BUFFER) is not None
+        return has_buffer and (not self.has_master(param) or MASTER in state)
+
+    def make_row(
+        self, param: torch.Tensor, number: int, grad_dtype: torch.dtype
+    ) -> "Row":
         """Return a parameter's row of the kernels' tables; its state is made here."""
         from lossscale.torch.optim.kernels.tables import Row  # noqa: PLC0415
 
         self._make_master(param)
-        master, buffer = self._rows_tensor(param, MASTER), None
+        master, buffer = self._rows_tensor(param, MASTER, torch.float32), None
         if self.param_groups[number]["momentum"]:
             if self.state[param].get(BUFFER) is None:
                 self.state[param][BUFFER] = torch.zeros_like(
@@ -127,7 +135,7 @@ class SGD(ScaledOptimizer, torch.optim.SGD):
                     memory_format=torch.preserve_format,
                 )
             buffer = self._rows_tensor(param, BUFFER)
-        return Row(local_shard(param), slope, (buffer, master), number)
+        return Row(local_shard(param), grad_dtype, (buffer, master), number)
 
     def make_tables(self, rows: "list[Row]", params: list[torch.Tensor]) -> "Tables":  # noqa: ARG002
         """Return the kernels' tables."""

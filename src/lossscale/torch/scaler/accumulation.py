@@ -30,8 +30,8 @@ from lossscale.torch.inspection.summary import (
 )
 from lossscale.torch.optim.optimizer import ScaledOptimizer
 from lossscale.torch.scaler.gradient_checker import (
+    CallContext,
     GradientChecker,
-    LiveState,
     keep_loss_of_ranks,
     raise_flags,
 )
@@ -178,10 +178,12 @@ class GradientAccumulator:
         return (self._finite_batches == 0).to(torch.float32)
 
 
-def add_micro_batch(step: OptimizerStep, collected: Collected, live: LiveState) -> None:
+def add_micro_batch(
+    step: OptimizerStep, collected: Collected, context: CallContext
+) -> None:
     """Check the gradients of a micro-batch, and add them up or leave them out."""
     grads, groups, plan = collected
-    scale, iteration = live.tensor, live.iteration
+    scale, iteration = context.tensor, context.iteration
     skips = overflowed = torch.zeros_like(scale)
     amaxes: torch.Tensor | None = None
     flags = torch.zeros(3, device=scale.device)
@@ -196,9 +198,9 @@ def add_micro_batch(step: OptimizerStep, collected: Collected, live: LiveState) 
     of_ranks: list[torch.Tensor] = []
     if plan is not None:
         # A micro-batch is left out by all ranks or by none.
-        reduced, loss = reduce_flags(plan, flags, overflowed, live.for_ranks())
+        reduced, loss = reduce_flags(plan, flags, overflowed, context.for_ranks())
         skips, overflowed, *of_ranks = reduced
-        keep_loss_of_ranks(loss, live)
+        keep_loss_of_ranks(loss, context)
     iteration.is_accumulating = True
     if step.accumulator is None:
         step.accumulator = GradientAccumulator(step.optimizer, scale.device)
@@ -223,18 +225,18 @@ def finish(
     step: OptimizerStep,
     accumulator: GradientAccumulator,
     checker: GradientChecker,
-    live: LiveState,
+    context: CallContext,
 ) -> FoundInf:
     """Put the sums into the gradients and check them: a sum may overflow as well."""
     step.accumulator = None
-    unit = torch.ones((), dtype=torch.float32, device=live.tensor.device)
+    unit = torch.ones((), dtype=torch.float32, device=context.tensor.device)
     try:
         accumulator.restore_grads()
         found_inf, inspection = checker.check(
             step.optimizer,
             step,
             InspectionRequest(measure_amax=True),
-            live,
+            context,
             allow_fp16=True,
             inverse=unit,
         )
@@ -242,7 +244,7 @@ def finish(
         if inspection is not None:
             summary = inspection.summary
             indices = summary.param_indices
-            accumulator.merge_into(summary.to_buffer(), indices, live.tensor)
+            accumulator.merge_into(summary.to_buffer(), indices, context.tensor)
     except BaseException:
         # The gradients carry no scale any more, and must not be unscaled again.
         step.mark_failed()

@@ -22,7 +22,7 @@ from lossscale.torch.inspection.summary import (
     TOO_LARGE,
 )
 from lossscale.torch.scaler.fused_optimizers import takes_scaler
-from lossscale.torch.scaler.gradient_checker import GradientChecker, LiveState
+from lossscale.torch.scaler.gradient_checker import CallContext, GradientChecker
 from lossscale.torch.scaler.iteration import OptimizerStep
 
 
@@ -120,7 +120,7 @@ def clip_in_one_read(
     step: OptimizerStep,
     clip: ClipOptions,
     checker: GradientChecker,
-    live: LiveState,
+    context: CallContext,
     *,
     allow_fp16: bool,
 ) -> torch.Tensor | None:
@@ -143,14 +143,14 @@ def clip_in_one_read(
     if collected.groups is None:
         if collected.plan is None:
             # Nothing counts as unscaled: the gradients may come later.
-            return empty_norm(clip, live.tensor.device)
+            return empty_norm(clip, context.tensor.device)
     elif collected.groups.is_foreign:
         return None
     found_inf, inspection = checker.check(
         optimizer,
         step,
         request,
-        live,
+        context,
         allow_fp16=allow_fp16 or divides,
         collected=collected,
     )
@@ -171,12 +171,15 @@ def clip_in_one_read(
         step.is_unscaling = True
         inspection.rescale_()
     step.clipped = True
-    step.mark_unscaled(found_inf, live.iteration.losses)
+    step.mark_unscaled(found_inf, context.iteration.losses)
     return norm
 
 
 def clip_after_unscaling(
-    step: OptimizerStep, clip: ClipOptions, checker: GradientChecker, live: LiveState
+    step: OptimizerStep,
+    clip: ClipOptions,
+    checker: GradientChecker,
+    context: CallContext,
 ) -> torch.Tensor:
     """Clip gradients that were unscaled before, over all ranks if there are several."""
     optimizer = step.optimizer
@@ -186,27 +189,27 @@ def clip_after_unscaling(
         pairs = zip(optimizer.param_groups, clip.max_norms, strict=True)
         norms = [
             _clip_over_ranks(
-                cast("torch.optim.Optimizer", _OneGroup(group)),
-                _one_group_of(clip, max_norm),
+                cast("torch.optim.Optimizer", _ParamGroupView(group)),
+                _options_for_group(clip, max_norm),
                 checker,
-                live,
+                context,
             )
             for group, max_norm in pairs
         ]
         norm = torch.stack(norms)
     else:
-        norm = _clip_over_ranks(optimizer, clip, checker, live)
-    _lift_headroom(step, norm, max(clip.max_norms))
+        norm = _clip_over_ranks(optimizer, clip, checker, context)
+    _clear_too_large(step, norm, max(clip.max_norms))
     return norm
 
 
-def _one_group_of(clip: ClipOptions, max_norm: float) -> ClipOptions:
+def _options_for_group(clip: ClipOptions, max_norm: float) -> ClipOptions:
     """Return the options for one parameter group of several."""
     fits = clip.norm_type in _MEASURED_ORDERS
     return clip._replace(max_norms=(max_norm,), per_group=False, fits_one_read=fits)
 
 
-class _OneGroup:
+class _ParamGroupView:
     """One parameter group, in the place of an optimizer."""
 
     def __init__(self, group: dict[str, Any]) -> None:
@@ -218,7 +221,7 @@ def _clip_over_ranks(
     optimizer: torch.optim.Optimizer,
     clip: ClipOptions,
     checker: GradientChecker,
-    live: LiveState,
+    context: CallContext,
 ) -> torch.Tensor:
     """Clip unscaled gradients by the norm of all ranks' shards."""
     grads, groups, plan = collected = checker.inspector.collect(optimizer)
@@ -230,7 +233,7 @@ def _clip_over_ranks(
             "2.0 or math.inf."
         )
         raise SettingError(message)
-    unit = torch.ones((), dtype=torch.float32, device=live.tensor.device)
+    unit = torch.ones((), dtype=torch.float32, device=context.tensor.device)
     request = InspectionRequest(
         max_norm=clip.max_norms[0],
         norm_type=clip.norm_type,
@@ -238,7 +241,7 @@ def _clip_over_ranks(
         check_headroom=False,
     )
     summary, found_inf, _ = measure_over_ranks(
-        groups, grads, plan, GradientScale(unit), request, live.for_ranks()
+        groups, grads, plan, GradientScale(unit), request, context.for_ranks()
     )
     inspection = Inspection(summary, found_inf, collected)
     norm = inspection.summary.slot(NORM)
@@ -265,7 +268,7 @@ def raise_if_nonfinite(norm: torch.Tensor, norm_type: float) -> None:
         raise RuntimeError(message)
 
 
-def _lift_headroom(step: OptimizerStep, norm: torch.Tensor, max_norm: float) -> None:
+def _clear_too_large(step: OptimizerStep, norm: torch.Tensor, max_norm: float) -> None:
     """Let a step be applied whose gradients were too large before they were clipped."""
     summary = step.summary
     if summary is None or not summary.is_within_headroom(max_norm):

@@ -39,7 +39,7 @@ UnscaleByTorch: TypeAlias = Callable[..., dict[torch.device, torch.Tensor]]
 """`torch.amp.GradScaler._unscale_grads_` of the scaler."""
 
 
-class LiveState(NamedTuple):
+class CallContext(NamedTuple):
     """What changes from call to call: the scaler's tensors and its iteration."""
 
     scale: torch.Tensor | None
@@ -87,7 +87,7 @@ class GradientChecker:
         optimizer: torch.optim.Optimizer,
         step: OptimizerStep | None,
         request: InspectionRequest,
-        live: LiveState,
+        context: CallContext,
         *,
         allow_fp16: bool,
         inverse: torch.Tensor | None = None,
@@ -99,7 +99,7 @@ class GradientChecker:
             optimizer: The optimizer.
             step: Its step, if it has begun one: the summary is recorded there.
             request: What to measure.
-            live: The scaler's tensors and iteration.
+            context: The scaler's tensors and iteration.
             allow_fp16: Whether float16 gradients may be unscaled; our own optimizers'
                 always may.
             inverse: What unscales them, if not the scaler's scale.
@@ -113,25 +113,25 @@ class GradientChecker:
             collected = self.inspector.collect(optimizer)
         _, groups, plan = collected
         if groups is None and plan is None:
-            return self._flags_without_gradients(step, live), None
+            return self._flags_without_gradients(step, context), None
         if groups is not None and groups.may_be_refused:
             self._refuse(optimizer, step, groups, allow_fp16=allow_fp16)
         if self._sampler.is_listening and (inverse is None or request.unscale_in_place):
-            self.sample(optimizer, collected, live)
-        if self._measures_more or not live.update.is_builtin:
-            request = self._complete(request, live.update)
+            self.sample(optimizer, collected, context)
+        if self._measures_more or not context.update.is_builtin:
+            request = self._complete(request, context.update)
         try:
             if groups is not None and groups.is_foreign:
-                flags = self._check_by_torch(optimizer, request, live, inverse)
-                return self.share_flags(optimizer, flags, live), None
+                flags = self._check_by_torch(optimizer, request, context, inverse)
+                return self.share_flags(optimizer, flags, context), None
             inspection, loss = self.inspector.inspect(
                 optimizer,
                 collected,
-                self._gradient_scale_from(live.scale, inverse),
+                self._gradient_scale_from(context.scale, inverse),
                 request,
-                live.for_ranks,
+                context.for_ranks,
             )
-            _apply_loss(loss, inspection.found_inf, live)
+            _apply_loss(loss, inspection.found_inf, context)
         except BaseException:
             if request.unscale_in_place and step is not None:
                 step.mark_failed()
@@ -140,15 +140,15 @@ class GradientChecker:
             step.record(inspection.summary)
         return inspection.found_inf, inspection
 
-    def check_again(self, step: OptimizerStep, live: LiveState) -> None:
+    def check_again(self, step: OptimizerStep, context: CallContext) -> None:
         """Check unscaled gradients that were written to after a new loss was scaled."""
         found_before = step.found_inf
-        one = torch.ones((), dtype=torch.float32, device=live.tensor.device)
+        one = torch.ones((), dtype=torch.float32, device=context.tensor.device)
         found_inf, _ = self.check(
             step.optimizer,
             step,
             InspectionRequest(),
-            live,
+            context,
             allow_fp16=True,
             inverse=one,
         )
@@ -168,12 +168,15 @@ class GradientChecker:
         return self._gradient_scale
 
     def sample(
-        self, optimizer: torch.optim.Optimizer, collected: Collected, live: LiveState
+        self,
+        optimizer: torch.optim.Optimizer,
+        collected: Collected,
+        context: CallContext,
     ) -> None:
         """Take the statistics of scaled gradients, if they are wanted."""
         if self._sampler.is_due():
             name_of = self._options.names.name_of
-            self._sampler.sample(live.iteration, optimizer, collected, name_of)
+            self._sampler.sample(context.iteration, optimizer, collected, name_of)
 
     @contextmanager
     def measure_update(
@@ -201,15 +204,18 @@ class GradientChecker:
             self._sampler.add_update(iteration, measurement, names.__getitem__)
 
     def share_flags(
-        self, optimizer: torch.optim.Optimizer, found_inf: FoundInf, live: LiveState
+        self,
+        optimizer: torch.optim.Optimizer,
+        found_inf: FoundInf,
+        context: CallContext,
     ) -> FoundInf:
         """Return flags that all ranks share, from flags that were found without us."""
         plan = self.inspector.plan_for(optimizer)
         if plan is None:
             return found_inf
-        local_flag = any_flag(list(found_inf.values()), live.tensor.device)
-        (skips, *_), loss = reduce_flags(plan, local_flag, None, live.for_ranks())
-        keep_loss_of_ranks(loss, live)
+        local_flag = any_flag(list(found_inf.values()), context.tensor.device)
+        (skips, *_), loss = reduce_flags(plan, local_flag, None, context.for_ranks())
+        keep_loss_of_ranks(loss, context)
         for flag in found_inf.values():
             flag.copy_(skips.expand_as(flag))
         return found_inf or {skips.device: skips}
@@ -226,33 +232,33 @@ class GradientChecker:
         return request
 
     def _flags_without_gradients(
-        self, step: OptimizerStep | None, live: LiveState
+        self, step: OptimizerStep | None, context: CallContext
     ) -> FoundInf:
         """Return the flags of a step without any gradient."""
-        if not self._options.ignores_no_gradients or live.scale is None:
+        if not self._options.ignores_no_gradients or context.scale is None:
             return {}
-        flag = make_flag(0.0, live.scale.device)
+        flag = make_flag(0.0, context.scale.device)
         if step is not None:
-            step.record(GradientSummary.of_flag(flag, live.scale))
+            step.record(GradientSummary.of_flag(flag, context.scale))
         return {flag.device: flag}
 
     def _check_by_torch(
         self,
         optimizer: torch.optim.Optimizer,
         request: InspectionRequest,
-        live: LiveState,
+        context: CallContext,
         inverse: torch.Tensor | None,
     ) -> FoundInf:
         """Leave tensor subclasses to torch's own operation."""
-        device = (live.tensor if inverse is None else inverse).device
+        device = (context.tensor if inverse is None else inverse).device
         zero = torch.zeros((), dtype=torch.float32, device=device)
         if not request.unscale_in_place:
             inverse = torch.ones_like(zero)
         elif inverse is None:
-            inverse = invert(live.tensor)
+            inverse = invert(context.tensor)
         flags = self._unscale_by_torch(optimizer, inverse, zero, True)
-        if live.iteration.loss_nonfinite is not None:
-            raise_flags(flags, live.iteration.loss_nonfinite)
+        if context.iteration.loss_nonfinite is not None:
+            raise_flags(flags, context.iteration.loss_nonfinite)
         return flags
 
     def _refuse(
@@ -302,19 +308,19 @@ class GradientChecker:
         raise ValueError(message)
 
 
-def _apply_loss(loss: Number | None, found_inf: FoundInf, live: LiveState) -> None:
+def _apply_loss(loss: Number | None, found_inf: FoundInf, context: CallContext) -> None:
     """Let a loss that was not finite skip the step; keep what other ranks found."""
     if loss is not None:
-        keep_loss_of_ranks(loss, live)
-    elif live.iteration.loss_nonfinite is not None:
-        raise_flags(found_inf, live.iteration.loss_nonfinite)
+        keep_loss_of_ranks(loss, context)
+    elif context.iteration.loss_nonfinite is not None:
+        raise_flags(found_inf, context.iteration.loss_nonfinite)
 
 
-def keep_loss_of_ranks(loss: Number, live: LiveState) -> None:
+def keep_loss_of_ranks(loss: Number, context: CallContext) -> None:
     """Keep whether a loss of any rank was not finite, if the policy asks."""
-    if live.update.checks_loss:
-        live.iteration.loss_nonfinite = torch.as_tensor(
-            loss, dtype=torch.float32, device=live.tensor.device
+    if context.update.checks_loss:
+        context.iteration.loss_nonfinite = torch.as_tensor(
+            loss, dtype=torch.float32, device=context.tensor.device
         )
 
 

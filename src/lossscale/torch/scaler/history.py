@@ -74,9 +74,11 @@ class StepHistory:
         if applied is not None and not self._pending:
             self._deliver(report, applied=applied)
             return
-        self.deliver_ready()
-        if report.is_final:  # not captured in a CUDA graph
-            self._pending.append(report)
+        try:
+            self.deliver_ready()  # which may raise what a callback raises
+        finally:
+            if report.is_final:  # not captured in a CUDA graph
+                self._pending.append(report)
         if applied is not None:
             self.deliver_ready()
 
@@ -156,9 +158,13 @@ def make_history(
 ) -> StepHistory:
     """Return the history that the constructor's arguments describe, or raise."""
     validation.check_choice("on_collapse", on_collapse, ("warn", "raise", "explain"))
-    if on_step is not None and not callable(on_step):
+    if isinstance(on_step, type) or (on_step is not None and not callable(on_step)):
+        hint = ""
+        if isinstance(on_step, type):
+            hint = f" Write on_step={on_step.__name__}(...)."
         message = (
-            f"on_step must be a function of a StepReport, got {format_value(on_step)}."
+            "on_step must be a function of a StepReport, got "
+            f"{format_value(on_step)}.{hint}"
         )
         raise SettingTypeError(message)
     if max_consecutive_skips is not None:
@@ -220,7 +226,7 @@ def _advise(reports: list[StepReport], *, has_penalties: bool) -> str:
         return (
             "The gradients are not finite at a scale of 1 or below, so the scale is "
             "not the cause: scaler.explain(step_function) names the layer and the "
-            "operation that it is. Or keep the named tensors' layers in float32."
+            "operation. Otherwise keep the layers of these tensors in float32."
         )
     if scales[0] == scales[-1]:
         return (

@@ -220,7 +220,7 @@ class OptimizerStep:
 
         Asked when a loss was scaled since.
 
-        An iteration that was given up between `unscale_` and `step` leaves its flags:
+        An iteration that was abandoned between `unscale_` and `step` leaves its flags:
         the gradients of the next one would be applied unchecked, and still scaled. They
         are taken for new if `.grad` is another tensor.
 
@@ -375,8 +375,11 @@ class Iteration:
         elif isinstance(loss, torch.Tensor):
             with torch.no_grad():
                 nonfinite = (~torch.isfinite(loss)).any().to(torch.float32)
-            known = self.loss_nonfinite
-            flags = [full_tensor(nonfinite), *([] if known is None else [known])]
+            loss_flag = self.loss_nonfinite
+            flags = [
+                full_tensor(nonfinite),
+                *([] if loss_flag is None else [loss_flag]),
+            ]
             self.loss_nonfinite = any_flag(flags, device)
 
     @property

@@ -10,7 +10,7 @@ import torch
 
 from lossscale.core import validation
 from lossscale.core.data_policies import AutoStart
-from lossscale.core.policies import Policy
+from lossscale.core.policies import Policy, require_policy
 from lossscale.core.validation import format_value
 from lossscale.errors import ContextError, SettingError, SettingTypeError
 from lossscale.torch.distributed.rank_groups import RankGroups
@@ -53,8 +53,38 @@ class ScalerOptions:
         return replace(self, rank_groups=rank_groups, model=None)
 
 
+def check_device(device: object) -> None:
+    """Raise unless this is a kind of device: it comes first, and is easily left out."""
+    hint = "such as 'cuda' or 'cpu'"
+    if isinstance(device, (int, float)):
+        hint += f"; write GradScaler(init_scale={device!r}) for the first scale"
+    elif isinstance(device, torch.nn.Module):
+        hint += "; write GradScaler(module=model) for the names of its parameters"
+    try:
+        if isinstance(device, (str, torch.device)):
+            torch.device(device)
+            return
+    except RuntimeError as error:
+        message = f"device must be a kind of device, {hint}, got {device!r}."
+        raise SettingError(message) from error
+    message = f"device must be a kind of device, {hint}. Got {_describe(device)}."
+    raise SettingTypeError(message)
+
+
+def _describe(value: object) -> str:
+    """Return a value in one line: a module or optimizer prints as many."""
+    lines = format_value(value).splitlines()
+    return lines[0] if len(lines) == 1 else f"a {type(value).__name__}"
+
+
 def parse_init_scale(init_scale: float | Literal["auto"]) -> float:
     """Return the first scale as a number: torch's own for "auto"."""
+    if isinstance(init_scale, Policy):
+        message = (
+            f"init_scale must be a number, got {_describe(init_scale)}. Write "
+            f"policy={type(init_scale).__name__}(...)."
+        )
+        raise SettingTypeError(message)
     if not isinstance(init_scale, str):
         return init_scale
     if init_scale != "auto":
@@ -64,7 +94,7 @@ def parse_init_scale(init_scale: float | Literal["auto"]) -> float:
 
 
 def parse_policy(
-    policy: object, numbers: TorchNumbers, *, is_auto: bool = False
+    policy: Policy | None, numbers: TorchNumbers, *, is_auto: bool = False
 ) -> Policy | None:
     """Return a policy, or raise unless it is one and comes alone.
 
@@ -75,12 +105,7 @@ def parse_policy(
     """
     if policy is None:
         return AutoStart(torch_policy(*numbers)) if is_auto else None
-    if not isinstance(policy, Policy):
-        message = (
-            f"policy must have init() and step(), got {format_value(policy)}. Write "
-            "Dynamic(...), Fixed(...) or presets.get(...)."
-        )
-        raise SettingError(message)
+    require_policy(policy)
     if is_auto or numbers != _TORCH_DEFAULTS:
         message = (
             "policy= was given together with init_scale, growth_factor, backoff_factor "
@@ -195,10 +220,20 @@ def refuse_factor(name: str, policy: Policy) -> NoReturn:
 
 def refuse_optimizer(method: str, optimizer: object) -> NoReturn:
     """Raise, because a method was given something that is not an optimizer."""
-    arguments = "optimizer, 1.0" if method == "clip_grad_norm_" else "optimizer"
+    arguments = {"clip_grad_norm_": "optimizer, 1.0", "step_all": "*optimizers"}
     message = (
-        f"{method}() takes the optimizer, got {format_value(optimizer)} "
-        f"({type(optimizer).__name__}). Write scaler.{method}({arguments})."
+        f"{method}() takes the optimizer, got {_describe(optimizer)} "
+        f"({type(optimizer).__name__}). Write "
+        f"scaler.{method}({arguments.get(method, 'optimizer')})."
+    )
+    raise SettingTypeError(message)
+
+
+def refuse_module_as_inputs(module: torch.nn.Module) -> NoReturn:
+    """Raise, because gradients are taken with respect to tensors."""
+    message = (
+        f"inputs must be a tensor or several, got a {type(module).__name__}. Write "
+        "scaler.grad(outputs, list(model.parameters()))."
     )
     raise SettingTypeError(message)
 

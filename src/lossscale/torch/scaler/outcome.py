@@ -42,9 +42,7 @@ def collect_outcomes(
     """
     if not flagged:  # a step without gradients counts as finite
         flag = make_flag(0.0, scale.device)
-        return [
-            OptimizerOutcome(_return_no_optimizer, GradientSummary.of_flag(flag, scale))
-        ]
+        return [OptimizerOutcome(_no_optimizer, GradientSummary.of_flag(flag, scale))]
     outcomes = []
     for state in flagged:
         flags = list(state["found_inf_per_device"].values())
@@ -54,7 +52,7 @@ def collect_outcomes(
         if step is None or step.summary is None:
             # An optimizer or a subclass has recorded the flag by itself.
             summary = GradientSummary.of_flag(flag.reshape(()), scale)
-            outcomes.append(OptimizerOutcome(_return_no_optimizer, summary, stepped))
+            outcomes.append(OptimizerOutcome(_no_optimizer, summary, stepped))
         else:
             numbers = step.summary.numbers
             if isinstance(numbers, list):
@@ -65,7 +63,7 @@ def collect_outcomes(
     return outcomes
 
 
-def _return_no_optimizer() -> None:
+def _no_optimizer() -> None:
     """Return no optimizer: which one recorded the flag is not known."""
     return
 
@@ -87,7 +85,7 @@ def host_outcome(
         overflowed = overflowed or any(
             bool(batch.overflowed) for batch in iteration.micro_batches
         )
-        loss = _loss_that_holds(iteration, device)
+        loss = _find_hold_flag(iteration, device)
     return HostOutcome(
         overflowed,
         skipped,
@@ -122,7 +120,7 @@ def device_outcome(
         found_inf = any_flag([*overflowed, *micro_batches], device)
         flags = torch.stack([found_inf, skipped, skipped * (1.0 - found_inf)])
         skipped_at, too_large_at = 1, 2
-    loss = _loss_that_holds(iteration, device)
+    loss = _find_hold_flag(iteration, device)
     return StepOutcome(flags, skipped_at, too_large_at, loss, raw_loss, summary)
 
 
@@ -152,7 +150,7 @@ def skip_together(steps: list[OptimizerStep], device: torch.device) -> None:
         flag.copy_(skipped)
 
 
-def _loss_that_holds(iteration: Iteration, device: torch.device) -> torch.Tensor | None:
+def _find_hold_flag(iteration: Iteration, device: torch.device) -> torch.Tensor | None:
     """Return 1.0 if a loss that was not finite holds the scale; `None` if unknown.
 
     It does unless gradients of another micro-batch overflowed as well.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SteppedSchedulers`: steps a scheduler once for every step that was applied."""
 
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
+from lossscale.errors import SettingTypeError
 from lossscale.torch.scaler.history import StepHistory
 from lossscale.torch.scaler.wrapped_optimizers import unwrap
 
@@ -33,9 +34,21 @@ class SteppedSchedulers:
         """
         optimizer = getattr(scheduler, "optimizer", None)
         if optimizer is None:  # Accelerate's prepared scheduler has several
-            optimizer = scheduler.optimizers[0]
+            several = getattr(scheduler, "optimizers", None)
+            if not several:
+                _refuse(scheduler)
+            optimizer = several[0]
         last = self._last_reports.get(scheduler, reports - 1)
         count, last = history.count_applied_since(last, unwrap(optimizer))
         self._last_reports[scheduler] = last
         for _ in range(count):
             scheduler.step(*arguments)
+
+
+def _refuse(scheduler: object) -> NoReturn:
+    """Raise, because a scheduler has an optimizer, by whose steps it goes."""
+    message = (
+        "step_scheduler() takes a scheduler with an optimizer, got a "
+        f"{type(scheduler).__name__}. Write scaler.step_scheduler(scheduler)."
+    )
+    raise SettingTypeError(message)

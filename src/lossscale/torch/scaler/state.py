@@ -9,6 +9,7 @@ set or loaded later. (Intervals are part of the graph itself, as they are with t
 class.)
 """
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -201,14 +202,15 @@ def parse_state_dict(
     Raises:
         StateError: If a number is invalid, such as a scale of 0.
     """
-    given: tuple[Any, ...] = tuple(state_dict[name] for name in SETTINGS)
+    _check_entries(state_dict)
+    settings: tuple[Any, ...] = tuple(state_dict[name] for name in SETTINGS)
     if policy is None:
         try:
-            policy = torch_policy(2.0**16, *given)
+            policy = torch_policy(2.0**16, *settings)
         except LossScaleError as error:
             raise StateError(str(error)) from error
     else:
-        given = factors
+        settings = factors
     state = ScaleState(
         state_dict["scale"],
         state_dict["_growth_tracker"],
@@ -224,11 +226,24 @@ def parse_state_dict(
     checked = check_state(policy, state)
     counters = [_parse_count(state_dict, name) for name in COUNTERS]
     entries = {
-        **dict(zip(SETTINGS, given, strict=True)),
+        **dict(zip(SETTINGS, settings, strict=True)),
         "scale": checked.scale,
         "_growth_tracker": checked.good_steps,
     }
     return entries, checked, counters
+
+
+def _check_entries(state_dict: object) -> None:
+    """Raise unless this has the entries of a scaler's state dict."""
+    expected = "expected what scaler.state_dict() returned"
+    if not isinstance(state_dict, Mapping):
+        message = f"The state dict is {format_value(state_dict)}, {expected}."
+        raise StateError(message)
+    names = ("scale", *SETTINGS, "_growth_tracker")
+    missing = [repr(name) for name in names if name not in state_dict]
+    if missing:
+        message = f"The state dict has no {', '.join(missing)}; {expected}."
+        raise KeyError(message)  # which is what torch raises
 
 
 def _parse_count(state_dict: StateDict, name: str) -> int:

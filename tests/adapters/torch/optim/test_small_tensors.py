@@ -105,3 +105,22 @@ def test_a_parameter_that_was_cast_to_float32_follows_its_master():
     for weight in weights:
         assert torch.equal(weight, optimizer.state[weight][MASTER])
         assert not torch.equal(weight, torch.full((3,), 1 - 2.0**-6))
+
+
+def test_a_step_that_raises_counts_nothing_and_can_be_taken_again():
+    weights = []
+    for raises in (True, False):
+        params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+        optimizer = AdamW(params, lr=0.5)
+        for number in range(2):
+            for param in params:
+                param.grad = torch.full_like(param, 1.0 + number)
+            if raises and number:
+                optimizer.param_groups[0]["lr"] = "x"
+                with pytest.raises(TypeError):
+                    optimizer.step()
+                assert 1.0 == optimizer.state[params[0]]["step"].item()
+                optimizer.param_groups[0]["lr"] = 0.5
+            optimizer.step()
+        weights.append(params[0].detach())
+    assert torch.equal(*weights)

@@ -31,19 +31,26 @@ class ArgumentBlock:
             types: Triton's names of their types, such as "*fp32" and "i32";
                 "constexpr" for what was compiled into the kernel.
         """
-        taken = [at for at, kind in enumerate(types) if kind != "constexpr"]
-        self._taken = taken if len(taken) < len(types) else None
-        codes = ["Q" if types[at][0] == "*" else _CODES[types[at]] for at in taken]
+        runtime_arguments = [
+            index for index, kind in enumerate(types) if kind != "constexpr"
+        ]
+        self._runtime_arguments = (
+            runtime_arguments if len(runtime_arguments) < len(types) else None
+        )
+        codes = [
+            "Q" if types[index][0] == "*" else _CODES[types[index]]
+            for index in runtime_arguments
+        ]
         self._layout = Struct("<" + "".join(codes))
-        slots = len(taken) + _SCRATCH
+        slots = len(runtime_arguments) + _SCRATCH
         self._memory = ctypes.create_string_buffer(8 * slots)
         first = ctypes.addressof(self._memory)
         self.pointers = (ctypes.c_void_p * slots)(*range(first, first + 8 * slots, 8))
 
     def write(self, arguments: Sequence[object]) -> None:
         """Write addresses and numbers."""
-        if self._taken is not None:
-            arguments = [arguments[at] for at in self._taken]
+        if self._runtime_arguments is not None:
+            arguments = [arguments[index] for index in self._runtime_arguments]
         self._layout.pack_into(self._memory, 0, *arguments)
 
 
@@ -105,6 +112,8 @@ def prepare_launch(compiled: Any, count: int) -> DriverLaunch | None:
             and not metadata.launch_pdl
             and not metadata.global_scratch_size
             and not metadata.profile_scratch_size
+            # A sanitizer adds arguments of its own.
+            and not getattr(compiled.run, "gsan_enabled", False)
         )
         launch = _find_launch()
         if launch is None or not is_plain:

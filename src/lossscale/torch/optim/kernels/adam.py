@@ -55,35 +55,35 @@ def prepare_adam(
         block: How many of them a program takes.
     """
     index = tl.program_id(0) * block + tl.arange(0, block)
-    known = index < tensors
-    has_grad = tl.load(grads + index, mask=known, other=0) != 0
+    in_range = index < tensors
+    has_grad = tl.load(grads + index, mask=in_range, other=0) != 0
     applied = tl.where(tl.load(found_inf) == 0.0, 1.0, 0.0)
-    step = tl.load(steps + index, mask=known, other=0.0)
+    step = tl.load(steps + index, mask=in_range, other=0.0)
     step += tl.where(has_grad, applied, 0.0)
-    tl.store(steps + index, step, mask=known)
-    row = settings + tl.load(groups + index, mask=known, other=0) * SCALARS
+    tl.store(steps + index, step, mask=in_range)
+    row = settings + tl.load(groups + index, mask=in_range, other=0) * SCALARS
     # Before the first step nothing is updated; 1 keeps the numbers finite.
     count = tl.maximum(step, 1.0).to(tl.float64)
-    rate = tl.load(row, mask=known, other=0.0)
-    correction1 = 1.0 - tl.exp(count * tl.load(row + 1, mask=known, other=-1.0))
-    correction2 = 1.0 - tl.exp(count * tl.load(row + 2, mask=known, other=-1.0))
-    decay = tl.load(row + 8, mask=known, other=0.0)
-    is_decoupled = tl.load(row + 9, mask=known, other=0.0) != 0.0
-    sign = tl.load(row + 10, mask=known, other=1.0).to(tl.float32)
+    rate = tl.load(row, mask=in_range, other=0.0)
+    correction1 = 1.0 - tl.exp(count * tl.load(row + 1, mask=in_range, other=-1.0))
+    correction2 = 1.0 - tl.exp(count * tl.load(row + 2, mask=in_range, other=-1.0))
+    decay = tl.load(row + 8, mask=in_range, other=0.0)
+    is_decoupled = tl.load(row + 9, mask=in_range, other=0.0) != 0.0
+    sign = tl.load(row + 10, mask=in_range, other=1.0).to(tl.float32)
     inverse = invert(grad_scale)
     out = scalars + index * SCALARS
-    tl.store(out, inverse * sign, mask=known)
-    tl.store(out + 1, inverse + tl.zeros([block], tl.float32), mask=known)
-    tl.store(out + 2, (rate / correction1).to(tl.float32), mask=known)
-    tl.store(out + 3, tl.sqrt(correction2).to(tl.float32), mask=known)
+    tl.store(out, inverse * sign, mask=in_range)
+    tl.store(out + 1, inverse + tl.zeros([block], tl.float32), mask=in_range)
+    tl.store(out + 2, (rate / correction1).to(tl.float32), mask=in_range)
+    tl.store(out + 3, tl.sqrt(correction2).to(tl.float32), mask=in_range)
     shrinkage = tl.where(is_decoupled, rate * decay, 0.0)
-    tl.store(out + 4, shrinkage.to(tl.float32), mask=known)
+    tl.store(out + 4, shrinkage.to(tl.float32), mask=in_range)
     penalty = tl.where(is_decoupled, 0.0, decay)
-    tl.store(out + 5, penalty.to(tl.float32), mask=known)
-    tl.store(out + 11, step, mask=known)
+    tl.store(out + 5, penalty.to(tl.float32), mask=in_range)
+    tl.store(out + 11, step, mask=in_range)
     for column in tl.static_range(3, 8):
-        value = tl.load(row + column, mask=known, other=0.0)
-        tl.store(out + column + 3, value.to(tl.float32), mask=known)
+        value = tl.load(row + column, mask=in_range, other=0.0)
+        tl.store(out + column + 3, value.to(tl.float32), mask=in_range)
 
 
 @triton.jit
@@ -244,27 +244,27 @@ def apply_adam(
             first = (program - tl.load(starts + tensor)).to(tl.int64) * block
             left = tl.load(counts + tensor) - first
             kind = tl.load(kinds + tensor) if mixed else 0
-            own = sums + program * SUMS
+            slots = sums + program * SUMS
             # fmt: off
             if kind == 0:
                 if left >= block:
                     _update(
-                        pointers, tensor, address, first, left, scalars, own, dtype,
+                        pointers, tensor, address, first, left, scalars, slots, dtype,
                         grad_dtype, moments, master, amsgrad, stochastic, write_back,
                         aligned, False, block, measure)
                 else:
                     _update(
-                        pointers, tensor, address, first, left, scalars, own, dtype,
+                        pointers, tensor, address, first, left, scalars, slots, dtype,
                         grad_dtype, moments, master, amsgrad, stochastic, write_back,
                         aligned, True, block, measure)
             elif left >= block:
                 _update(
-                    pointers, tensor, address, first, left, scalars, own, other_dtype,
+                    pointers, tensor, address, first, left, scalars, slots, other_dtype,
                     other_grad_dtype, other_moments, other_master, other_amsgrad,
                     stochastic, write_back, aligned, False, block, measure)
             else:
                 _update(
-                    pointers, tensor, address, first, left, scalars, own, other_dtype,
+                    pointers, tensor, address, first, left, scalars, slots, other_dtype,
                     other_grad_dtype, other_moments, other_master, other_amsgrad,
                     stochastic, write_back, aligned, True, block, measure)
             # fmt: on

@@ -51,4 +51,4 @@ def _addresses_of(grads: list[torch.Tensor | None], *, has_all: bool) -> list[in
     if not has_all:
         return [0 if grad is None else grad.data_ptr() or 16 for grad in grads]
     addresses = list(map(torch.Tensor.data_ptr, grads))  # type: ignore[arg-type]
-    return [found or 16 for found in addresses] if 0 in addresses else addresses
+    return [address or 16 for address in addresses] if 0 in addresses else addresses

@@ -111,8 +111,8 @@ def measure_update(
     """
     if masked:
         update = tl.where(lane < left, update, 0.0)
-    added, known = update.to(tl.float64), weight.to(tl.float64)
+    added, old = update.to(tl.float64), weight.to(tl.float64)
     is_lost = (update != 0.0) & (after == before)
     tl.store(sums, tl.sum(added * added))
-    tl.store(sums + 1, tl.sum(known * known))
+    tl.store(sums + 1, tl.sum(old * old))
     tl.store(sums + 2, tl.sum(tl.where(is_lost, 1.0, 0.0)).to(tl.float64))

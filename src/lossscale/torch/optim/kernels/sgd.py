@@ -42,6 +42,7 @@ def _update(
     sums,
     dtype: tl.constexpr,
     grad_dtype: tl.constexpr,
+    buffer_dtype: tl.constexpr,
     master: tl.constexpr,
     momentum: tl.constexpr,
     write_back: tl.constexpr,
@@ -52,7 +53,6 @@ def _update(
 ):
     """Update a chunk of one tensor."""
     lane = tl.arange(0, block)
-    kept: tl.constexpr = tl.float32 if master else dtype
     grad_pointer = typed(address, grad_dtype, aligned) + first
     param_pointer = pointer_to(pointers, tensor, 0, dtype, aligned) + first
     stored = read(grad_pointer, lane, left, masked)
@@ -66,13 +66,13 @@ def _update(
     grad = stored * (inverse * _number(row, 5))
     grad = multiply_add(_number(row, 3), weight, grad)
     if momentum:
-        buffer_pointer = pointer_to(pointers, tensor, 1, kept, aligned) + first
+        buffer_pointer = pointer_to(pointers, tensor, 1, buffer_dtype, aligned) + first
         buffer = read(buffer_pointer, lane, left, masked)
         buffer = multiply_add(_number(row, 1), buffer, _number(row, 2) * grad)
-        write(buffer_pointer, lane, left, buffer, kept, masked)
+        write(buffer_pointer, lane, left, buffer, buffer_dtype, masked)
         # Nesterov adds the momentum once more.
-        ahead = multiply_add(_number(row, 1), buffer, grad)
-        grad = tl.where(_number(row, 4) != 0.0, ahead, buffer)
+        nesterov_grad = multiply_add(_number(row, 1), buffer, grad)
+        grad = tl.where(_number(row, 4) != 0.0, nesterov_grad, buffer)
     start = weight
     weight = multiply_add(-_number(row, 0), grad, weight)
     if measure:
@@ -100,10 +100,12 @@ def apply_sgd(
     sums,
     dtype: tl.constexpr,
     grad_dtype: tl.constexpr,
+    buffer_dtype: tl.constexpr,
     master: tl.constexpr,
     momentum: tl.constexpr,
     other_dtype: tl.constexpr,
     other_grad_dtype: tl.constexpr,
+    other_buffer_dtype: tl.constexpr,
     other_master: tl.constexpr,
     other_momentum: tl.constexpr,
     mixed: tl.constexpr,
@@ -128,10 +130,12 @@ def apply_sgd(
         sums: As for `apply_adam`.
         dtype: The dtype of the parameters.
         grad_dtype: The dtype of their gradients: the same, or float32.
+        buffer_dtype: The dtype of their momentum buffers.
         master: Whether there are float32 masters.
         momentum: Whether there are momentum buffers.
-        other_dtype: The same four of the other kind of parameters.
+        other_dtype: The same five of the other kind of parameters.
         other_grad_dtype: Of the other kind.
+        other_buffer_dtype: Of the other kind.
         other_master: Of the other kind.
         other_momentum: Of the other kind.
         mixed: Whether there are parameters of the other kind.
@@ -150,27 +154,27 @@ def apply_sgd(
             row = settings + tl.load(groups + tensor) * SCALARS
             inverse = invert(grad_scale)
             kind = tl.load(kinds + tensor) if mixed else 0
-            own = sums + program * SUMS
+            slots = sums + program * SUMS
             # fmt: off
             if kind == 0:
                 if left >= block:
                     _update(
-                        pointers, tensor, address, first, left, row, inverse, own,
-                        dtype, grad_dtype, master, momentum, write_back, aligned,
-                        False, block, measure)
+                        pointers, tensor, address, first, left, row, inverse, slots,
+                        dtype, grad_dtype, buffer_dtype, master, momentum, write_back,
+                        aligned, False, block, measure)
                 else:
                     _update(
-                        pointers, tensor, address, first, left, row, inverse, own,
-                        dtype, grad_dtype, master, momentum, write_back, aligned,
-                        True, block, measure)
+                        pointers, tensor, address, first, left, row, inverse, slots,
+                        dtype, grad_dtype, buffer_dtype, master, momentum, write_back,
+                        aligned, True, block, measure)
             elif left >= block:
                 _update(
-                    pointers, tensor, address, first, left, row, inverse, own,
-                    other_dtype, other_grad_dtype, other_master, other_momentum,
-                    write_back, aligned, False, block, measure)
+                    pointers, tensor, address, first, left, row, inverse, slots,
+                    other_dtype, other_grad_dtype, other_buffer_dtype, other_master,
+                    other_momentum, write_back, aligned, False, block, measure)
             else:
                 _update(
-                    pointers, tensor, address, first, left, row, inverse, own,
-                    other_dtype, other_grad_dtype, other_master, other_momentum,
-                    write_back, aligned, True, block, measure)
+                    pointers, tensor, address, first, left, row, inverse, slots,
+                    other_dtype, other_grad_dtype, other_buffer_dtype, other_master,
+                    other_momentum, write_back, aligned, True, block, measure)
             # fmt: on

@@ -47,7 +47,7 @@ class Row(NamedTuple):
     """A parameter in the tables."""
 
     param: torch.Tensor
-    slope: torch.dtype
+    grad_dtype: torch.dtype
     """The dtype of its gradient."""
     kept: tuple[torch.Tensor | None, ...]
     """What the kernel updates with it, in the order of its columns."""
@@ -92,18 +92,24 @@ class Tables:
         self.units: list[Unit] = []
         starts, numbers = [0] * len(rows), [0] * len(rows)
         distinct = list(dict.fromkeys(kinds))
-        for at in range(0, len(distinct), 2):
-            pair = distinct[at : at + 2]
+        for first in range(0, len(distinct), 2):
+            pair = distinct[first : first + 2]
             members = [index for index, kind in enumerate(kinds) if kind in pair]
-            own = [chunks[index] for index in members]
-            for index, start in zip(members, accumulate(own, initial=0), strict=False):
+            counts_of_pair = [chunks[index] for index in members]
+            for index, start in zip(
+                members, accumulate(counts_of_pair, initial=0), strict=False
+            ):
                 starts[index], numbers[index] = start, pair.index(kinds[index])
             chunk_tensors = torch.repeat_interleave(
                 make_tensor(members, torch.int32),
-                make_tensor(own, torch.int64),
+                make_tensor(counts_of_pair, torch.int64),
             )
             self.units.append(
-                Unit((pair[0], pair[-1]), sum(own), chunk_tensors.to(self.device))
+                Unit(
+                    (pair[0], pair[-1]),
+                    sum(counts_of_pair),
+                    chunk_tensors.to(self.device),
+                )
             )
         addresses = [self._addresses_of(row) for row in rows]
         self._is_aligned = not any(
@@ -127,8 +133,8 @@ class Tables:
     def _addresses_of(self, row: Row) -> list[int]:
         """Return a row of addresses; 0 where there is nothing."""
         tensors = (row.param, *row.kept)
-        found = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        return found + [0] * (COLUMNS.value - len(found))
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        return addresses + [0] * (COLUMNS.value - len(addresses))
 
     def copy_settings(self, groups: Sequence[Group]) -> None:
         """Copy settings of the groups to the device if they changed."""
@@ -215,7 +221,7 @@ class Tables:
             if not unit.chunks:
                 continue
             first, second = unit.kinds
-            every = (*first, *second, first != second, *constants)
+            constexprs = (*first, *second, first != second, *constants)
             tables = (
                 self._pointers,
                 grads,
@@ -226,19 +232,19 @@ class Tables:
             )
             if sums is None:
                 # The last argument is one that the kernel ignores.
-                given = (*tables, *arguments, flag, self._no_flag)
-                self._launcher.launch(kernel, unit.chunks, given, every)
+                kernel_arguments = (*tables, *arguments, flag, self._no_flag)
+                self._launcher.launch(kernel, unit.chunks, kernel_arguments, constexprs)
                 continue
-            own = sums.new_zeros((unit.chunks, SUMS.value))
-            given = (*tables, *arguments, flag, own)
-            self._launcher.launch(kernel, unit.chunks, given, every)
-            sums.index_add_(0, unit.chunk_tensors, own)
-            plain = (*every[:-1], False)
+            chunk_sums = sums.new_zeros((unit.chunks, SUMS.value))
+            kernel_arguments = (*tables, *arguments, flag, chunk_sums)
+            self._launcher.launch(kernel, unit.chunks, kernel_arguments, constexprs)
+            sums.index_add_(0, unit.chunk_tensors, chunk_sums)
+            plain = (*constexprs[:-1], False)
             if not self._launcher.has_compiled(kernel, plain):
                 # The next step may be captured in a graph, when nothing can be
                 # compiled. This one is skipped: its flag is 1.
-                given = (*tables, *arguments, self._no_scale, self._no_flag)
-                self._launcher.launch(kernel, unit.chunks, given, plain)
+                kernel_arguments = (*tables, *arguments, self._no_scale, self._no_flag)
+                self._launcher.launch(kernel, unit.chunks, kernel_arguments, plain)
 
     def _kind(self, row: Row) -> Kind:
         raise NotImplementedError
@@ -287,7 +293,7 @@ class AdamTables(Tables):
         moments = row.param.dtype if mean is None else mean.dtype
         return (
             DTYPES[row.param.dtype],
-            DTYPES[row.slope],
+            DTYPES[row.grad_dtype],
             DTYPES[moments],
             master is not None,
             largest is not None,
@@ -342,9 +348,12 @@ class SgdTables(Tables):
 
     def _kind(self, row: Row) -> Kind:
         buffer, master = row.kept
+        # Without momentum nothing is read in this dtype.
+        buffer_dtype = torch.float32 if buffer is None else buffer.dtype
         return (
             DTYPES[row.param.dtype],
-            DTYPES[row.slope],
+            DTYPES[row.grad_dtype],
+            DTYPES[buffer_dtype],
             master is not None,
             buffer is not None,
         )
