@@ -105,6 +105,127 @@ def test_zooming_decodes_single_steps(page, known):
     assert causes == skips
 
 
+def write_run(path, losses, skipped, **header):
+    """Write a run's lines at once: recording a million steps would take a minute."""
+    Recorder(path, writers=(), rank=0, **header).close()
+    head = path.read_text(encoding="utf-8").splitlines()[0]
+    lines = [
+        f"[{i},{i},1024,1,1,1,0.5,{loss}]" for i, loss in enumerate(losses.tolist(), 1)
+    ]
+    for step in skipped:
+        lines[step - 1] = (
+            f'[{step},{step},1024,0,1,1,0.5,{losses[step - 1]},null,"inf"]'
+        )
+    path.with_name(f"{path.name}.rollup").unlink()
+    path.write_text("\n".join([head, *lines, ""]), encoding="utf-8")
+
+
+def zoom_to(page, first, last):
+    """Zoom, and return the rows of the tables of loss and scale with their steps."""
+    # The page must not change the second number while it is typed.
+    page.click("#whole")
+    wait_for(page, lambda: page.input_value("#to") == page.get_attribute("#to", "max"))
+    page.fill("#from", str(first))
+    page.fill("#to", str(last))
+    page.dispatch_event("#to", "change")
+    wait_for_range(page, first, last)
+    wait_for(page, lambda: f"Steps {first:,} to {last:,}" in range_text(page))
+    tables = []
+    for chart in ("loss", "scale"):
+        wait_for(page, lambda chart=chart: covers(table_of(page, chart), first, last))
+        tables.append([[steps_of(row), *row[1:]] for row in table_of(page, chart)])
+    return tables
+
+
+def range_text(page):
+    return page.inner_text("#range-text")
+
+
+def steps_of(row):
+    steps = [int(word) for word in numbers(row[0].replace(",", ""))]
+    return steps[0], steps[-1]
+
+
+def covers(rows, first, last):
+    """Whether the rows are those of a range, each step in one of them."""
+    steps = [steps_of(row) for row in rows]
+    starts = [start for start, _ in steps[1:]]
+    return (
+        bool(steps)
+        and steps[0][0] <= first <= steps[0][1]
+        and steps[-1][0] <= last <= steps[-1][1]
+        and starts == [end + 1 for _, end in steps[:-1]]
+    )
+
+
+ZOOMS = {
+    # Beyond the steps, the merged buckets, and a million steps, at edges of chunks.
+    20_000: [(4_080, 4_110), (4_090, 4_099), (1, 20_000), (4_000, 9_000)],
+    300_000: [
+        (150_004, 150_024),
+        (150_000, 150_024),
+        (32_760, 32_775),
+        (4_000, 90_000),
+    ],
+    1_100_000: [
+        (600_100, 600_130),
+        (500_000, 500_030),
+        (1_020, 1_030),
+        (550_000, 560_000),
+        (1_099_000, 1_100_000),
+    ],
+}
+
+
+STEP_BY_STEP = [
+    (4_080, 4_110, 20_000),
+    (4_090, 4_099, 20_000),
+    # Windows of a long run, around skips.
+    (600_100, 600_130, 1_100_000),
+    (500_000, 500_030, 1_100_000),
+    (1_020, 1_030, 1_100_000),
+]
+
+
+@pytest.mark.parametrize("size", ZOOMS)
+def test_a_zoom_never_moves_or_repeats_what_happened(browser, tmp_path, size):
+    rng = np.random.default_rng(size)
+    losses = np.round(rng.random(size) + 1, 6)
+    skipped = [1_025, 4_099, 150_003, 32_769, 500_020, 600_101, 600_128, 1_099_990]
+    skipped = [step for step in skipped if step <= size]
+    for step in skipped:
+        losses[step - 2] = 50.0
+    path = tmp_path / "run.jsonl"
+    write_run(path, losses, skipped)
+    html = build_report([path])
+    out = path.with_suffix(".html")
+    out.write_text(html, encoding="utf-8")
+    with opened_page(browser, out) as page:
+        for first, last in ZOOMS[size]:
+            loss, scale = zoom_to(page, first, last)
+            for (start, end), text in loss:
+                part = losses[start - 1 : end]
+                found = numbers(text)
+                expected = [part.min(), part.max()]
+                assert (found[0], found[-1]) == pytest.approx(expected, rel=6e-4)
+            for (start, end), _, text in scale:
+                count = sum(start <= step <= end for step in skipped)
+                assert text == (f"{count} inf" if count else "0"), (start, end)
+            key = page.inner_text("figure[data-chart=scale] .causes").strip()
+            beyond = re.search(r"in steps ([\d,]+) to ([\d,]+)", key)
+            named = (
+                (word.replace(",", "") for word in beyond.groups()) if beyond else ()
+            )
+            low, high = map(int, named) if beyond else (first, last)
+            assert low <= first < last <= high
+            count = sum(low <= step <= high for step in skipped)
+            assert key.startswith(f"{count} skipped" if count else "No step in view")
+            if last - first < 40:
+                is_every = all(start == end for (start, end), _ in loss)
+                assert is_every == ("every step" in range_text(page))
+                assert is_every == ((first, last, size) in STEP_BY_STEP)
+
+
 def test_the_toolbar_zooms_pans_and_goes_back(page):
     page.click("#zoom-in")
     wait_for_another_range(page)

@@ -175,6 +175,33 @@ def test_a_long_run_is_shown_step_by_step_where_it_went_wrong(known, monkeypatch
     assert [(1, 2_048)] == shown
 
 
+def steps_of(chunk):
+    """Return the first and the last steps of a chunk's buckets."""
+    arrays = decode(chunk)
+    first = chunk["from"] + np.cumsum(arrays["gaps"])
+    return first, first + np.array(arrays.get("widths", 0))
+
+
+@pytest.mark.parametrize(
+    ("budget", "most_steps"),
+    [(1_000_000, STEPS), (60_000, STEPS), (60_000, 100), (3_000, 100)],
+)
+def test_a_finer_chunk_has_all_of_a_bucket_or_nothing_of_it(
+    known, budget, most_steps, monkeypatch
+):
+    """Otherwise a zoom would show a step twice, or not at all."""
+    monkeypatch.setattr(levels, "_CHUNK", 128)
+    monkeypatch.setattr(levels, "OVERVIEW", 300 if most_steps == STEPS else 2)
+    chunks = make_levels(read_run(known.path), [1_500], budget, most_steps=most_steps)
+    assert len(chunks) > 1
+    for chunk in chunks:
+        first, last = steps_of(chunk)
+        for other in chunks:
+            apart = (last < other["from"]) | (first > other["to"])
+            inside = (first >= other["from"]) & (last <= other["to"])
+            assert (apart | inside).all()
+
+
 @given(
     shift=st.integers(-20, 20),
     magnitude=st.integers(-20, 6),

@@ -136,5 +136,13 @@ def _finite(values: npt.NDArray[np.float64]) -> Floats:
 
 
 def fit(buckets: Buckets, most: int) -> Buckets:
-    """Return at most so many buckets of equal width."""
-    return buckets.merge(-(-len(buckets) // most)) if len(buckets) else buckets
+    """Return at most so many buckets of equal width, each of a power of two.
+
+    So wide ones begin where narrow ones do: see `levels.py`.
+    """
+    return buckets.merge(power_of_two(-(-len(buckets) // most)))
+
+
+def power_of_two(least: int) -> int:
+    """Return the smallest power of two that is not below a number."""
+    return 1 << max(0, least - 1).bit_length()

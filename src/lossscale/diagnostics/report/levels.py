@@ -5,6 +5,9 @@ A page has at most so many bytes, whatever the length of the run. It always has 
 overview of the whole run. If the run is short, it has every step as well; if it is
 longer, buckets of a few steps; and of a very long run, of which only the roll-up was
 read, the blocks, and single steps around what went wrong. Zooming in decodes more.
+
+Where a finer chunk holds a part of a bucket, it holds all of it. So the page can show
+the finer one in its place, and each step once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +25,7 @@ from lossscale.diagnostics.report.buckets import (
     fit,
     from_blocks,
     from_columns,
+    power_of_two,
 )
 from lossscale.diagnostics.report.encoding import encode_arrays, shorten
 
@@ -64,14 +68,14 @@ def make_levels(
         return []
     if run.rows <= most_steps:
         every = from_columns(read_columns(run), run.dtype)
-        windows: list[Buckets] = []
-    else:
-        every = from_blocks(run.blocks)
-        windows = list(_windows(run, alarm_steps))
-    chunks = fit_chunks(every, budget, budget // 2 if windows else 0)
+        return fit_chunks(every, budget)
+    every = from_blocks(run.blocks)
+    chunks = fit_chunks(every, budget, budget // 2)
+    finest = chunks[1:] or chunks
+    width = power_of_two(-(-len(every) // sum(chunk["count"] for chunk in finest)))
     left = budget - sum(map(_size, chunks))
     shown = []
-    for window in windows:
+    for window in _windows(run, alarm_steps, width):
         chunk = _encode(window)
         if _size(chunk) <= left:
             shown.append(chunk)
@@ -160,16 +164,22 @@ def _size(chunk: Chunk) -> int:
     return len(chunk["data"]) + 200
 
 
-def _windows(run: RunFile, alarm_steps: Sequence[int]) -> Iterator[Buckets]:
+def _windows(run: RunFile, alarm_steps: Sequence[int], width: int) -> Iterator[Buckets]:
     """Yield the blocks of a very long run that are shown step by step."""
-    for start, end in _around(run.blocks, alarm_steps):
+    for start, end in _around(run.blocks, alarm_steps, width):
         yield from_columns(read_columns(run, run.blocks[start:end]), run.dtype)
 
 
 def _around(
-    blocks: Sequence[Block], alarm_steps: Sequence[int]
+    blocks: Sequence[Block], alarm_steps: Sequence[int], width: int
 ) -> list[tuple[int, int]]:
-    """Return which blocks: those of alarms, the two ends, and those with skips."""
+    """Return which blocks: those of alarms, the two ends, and those with skips.
+
+    Args:
+        blocks: Those of the run.
+        alarm_steps: The steps of its alarms.
+        width: How many blocks the finest bucket has: all of them are taken, or none.
+    """
     firsts = [block.first for block in blocks]
     wanted = [int(np.searchsorted(firsts, s, side="right")) - 1 for s in alarm_steps]
     wanted += [len(blocks) - 1, 0]
@@ -180,7 +190,9 @@ def _around(
         if len(chosen) >= _MOST_WINDOWS:
             break
         # What led to it is in the block before.
-        chosen |= {max(0, index - 1), max(0, index)} if index else {0}
+        for one in (max(0, index - 1), max(0, index)):
+            start = one - one % width
+            chosen |= {*range(start, min(start + width, len(blocks)))}
     return _joined(sorted(chosen))
 
 

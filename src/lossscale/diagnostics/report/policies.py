@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lossscale.diagnostics.records.steps import CAUSES
-from lossscale.diagnostics.report.buckets import SERIES, Buckets
+from lossscale.diagnostics.report.buckets import SERIES, Buckets, power_of_two
 from lossscale.diagnostics.report.levels import fit_chunks
 from lossscale.diagnostics.report.sections import escape_text, line_key, make_table
 from lossscale.diagnostics.sequences import Scales
@@ -53,7 +53,7 @@ def encode_curves(policies: OtherPolicies, budget: int) -> list[dict[str, Any]]:
 
 def _buckets(steps: npt.NDArray[np.int64], scales: Scales) -> Buckets:
     """Return a curve as buckets, not more than can be shown."""
-    width = -(-steps.size // _MOST_BUCKETS)
+    width = power_of_two(-(-steps.size // _MOST_BUCKETS))
     starts = np.arange(0, steps.size, width)
     ends = np.append(starts[1:], steps.size) - 1
     missing = np.full(starts.size, np.nan, np.float32)

@@ -70,7 +70,7 @@
   // Short enough for an axis.
   const tick = (value) => (Math.abs(value) >= 1e5 ? value.toExponential().replace("e+", "e") : number(value));
   const bits = (value) => (value === null || Number.isNaN(value) ? "–" : `${value.toFixed(1)} bits`);
-  const between = (low, high, show) => (low === high || high === null ? show(low) : `${show(low)} to ${show(high)}`);
+  const between = (low, high, show) => (Object.is(low, high) || high === null ? show(low) : `${show(low)} to ${show(high)}`);
 
   // ---- Numbers in the page --------------------------------------------------------------
 
@@ -134,37 +134,65 @@
     return [overview, ...finer];
   }
 
-  // A range of a run in at most so many cells, each with the extremes of what is in it.
-  async function viewOf(run, from, to, most) {
-    const width = Math.max(1, Math.ceil((to - from + 1) / most));
-    const count = Math.ceil((to - from + 1) / width);
+  // A range of a run in columns of equal width, each with the extremes of the buckets that
+  // begin in it. A bucket may go on in the columns to its right, and over the ends of the
+  // range: `first` and `last` are the steps that the numbers of a column belong to, and
+  // `source` is the column that has those of another.
+  async function viewOf(run, { from, to, start, width }) {
+    const count = Math.ceil((to - start + 1) / width);
+    const first = new Float64Array(count).fill(NaN), last = new Float64Array(count).fill(NaN);
     const low = {}, high = {}, causes = {}, broken = {};
     const rows = (target, name, fill) => (target[name] ??= new Float64Array(count).fill(fill));
-    const chunks = chunksFor(run, from, to, most);
+    const chunks = chunksFor(run, from, to, (to - from + 1) / width);
     for (const [place, chunk] of chunks.entries()) {
       const finer = chunks.slice(place + 1);
       const arrays = await chunkArrays(chunk);
       for (let i = 0; i < chunk.count; i++) {
-        const first = arrays.first[i], last = arrays.last[i];
-        if (last < from || first > to) continue;
-        if (finer.some((other) => other.from <= first && other.to >= last)) continue;
-        const cell = Math.floor((Math.max(first, from) - from) / width);
+        const begin = arrays.first[i], end = arrays.last[i];
+        if (end < from || begin > to) continue;
+        // A finer chunk has all of a bucket or nothing of it: see `levels.py`.
+        if (finer.some((other) => other.from <= begin && other.to >= end)) continue;
+        const column = Math.floor((Math.max(begin, from) - start) / width);
+        if (!(first[column] <= begin)) first[column] = begin;
+        if (!(last[column] >= end)) last[column] = end;
         for (const name of chunk.series) {
           const small = arrays.low[name][i], large = arrays.high[name][i];
           if (Number.isNaN(large)) continue;
           const lows = rows(low, name, NaN), highs = rows(high, name, NaN);
-          if (!(lows[cell] <= small)) lows[cell] = small;
-          if (!(highs[cell] >= large)) highs[cell] = large;
+          if (!(lows[column] <= small)) lows[column] = small;
+          if (!(highs[column] >= large)) highs[column] = large;
         }
-        for (const cause of chunk.causes) rows(causes, cause, 0)[cell] += arrays.causes[cause][i];
-        if (arrays.broken) rows(broken, "loss", 0)[cell] += arrays.broken[i];
+        for (const cause of chunk.causes) rows(causes, cause, 0)[column] += arrays.causes[cause][i];
+        if (arrays.broken) rows(broken, "loss", 0)[column] += arrays.broken[i];
       }
     }
-    return { from, to, width, count, low, high, causes, broken };
+    const source = new Int32Array(count);
+    for (let column = 1; column < count; column++) {
+      const before = source[column - 1];
+      const goesOn = Number.isNaN(first[column]) && last[before] >= start + column * width;
+      source[column] = goesOn ? before : column;
+    }
+    return { from, to, start, width, count, first, last, source, low, high, causes, broken };
   }
 
-  const firstStep = Math.min(...RUNS.map((run) => run.first));
-  const lastStep = Math.max(...RUNS.map((run) => run.last));
+  // The steps that the numbers of a column belong to.
+  function stepsAt(view, column) {
+    const source = view.source[column];
+    if (!Number.isNaN(view.first[source])) return [view.first[source], view.last[source]];
+    const start = view.start + column * view.width;
+    return [Math.max(start, view.from), Math.min(start + view.width - 1, view.to)];
+  }
+
+  // Where a mark for something in a column is: in the middle of the steps it belongs to.
+  function middleOf(view, column) {
+    const [first, last] = stepsAt(view, column);
+    return (Math.max(first, view.from) + Math.min(last, view.to)) / 2;
+  }
+
+  const sum = (counts) => counts.reduce((a, b) => a + b, 0);
+  const RECORDED = RUNS.filter((run) => run.first !== null);
+  const firstStep = RECORDED.length ? Math.min(...RECORDED.map((run) => run.first)) : 0;
+  const lastStep = RECORDED.length ? Math.max(...RECORDED.map((run) => run.last)) : 0;
 
   // ---- The range of steps that is shown -------------------------------------------------
 
@@ -181,21 +209,38 @@
     range.to = range.from + size - 1;
     $("#from").value = range.from;
     $("#to").value = range.to;
-    const shown = await drawCharts();
-    if (shown) {
-      $("#range-text").textContent =
-        `Steps ${whole(range.from)} to ${whole(range.to)} of ${whole(lastStep)}, ` +
-        (shown === 1 ? "every step" : `${whole(shown)} steps a point, with their extremes`);
-    }
+    await drawCharts();
+  }
+
+  function describeRange(views) {
+    const widths = views.flatMap((view) => Array.from(view.first, (first, i) => view.last[i] - first + 1));
+    const widest = Math.max(1, ...widths.filter((value) => !Number.isNaN(value)));
+    const points = widest === 1 ? "every step" : `up to ${whole(widest)} steps a point, with their extremes`;
+    return `Steps ${whole(range.from)} to ${whole(range.to)} of ${whole(lastStep)}, ${points}` +
+      (widest > 2 * views[0].width ? "; this page has no finer ones here" : "");
+  }
+
+  // Where the columns at the ends of a range have steps beyond it: which are counted.
+  function beyondRange(views) {
+    const known = (values) => values.filter((value) => !Number.isNaN(value));
+    const first = Math.min(range.from, ...views.flatMap((view) => [...known(view.first)]));
+    const last = Math.max(range.to, ...views.flatMap((view) => [...known(view.last)]));
+    return first < range.from || last > range.to ? ` (in steps ${whole(first)} to ${whole(last)})` : "";
+  }
+
+  // Columns that stay where they are while the range moves.
+  function columnsOf(width) {
+    return { ...range, start: range.from - (range.from - firstStep) % width, width };
   }
 
   async function drawCharts() {
     const turn = ++drawing;
-    const views = await Promise.all(SCALES.map((run) => viewOf(run, range.from, range.to, cells)));
-    if (turn !== drawing) return null;
+    const columns = columnsOf(Math.ceil((range.to - range.from + 1) / cells));
+    const views = await Promise.all(SCALES.map((run) => viewOf(run, columns)));
+    if (turn !== drawing) return;
     for (const chart of charts) chart.draw(views);
+    $("#range-text").textContent = describeRange(views);
     document.documentElement.dataset.shown = `${range.from}-${range.to}`;
-    return views[0].width;
   }
 
   function zoom(factor, at = (range.from + range.to) / 2) {
@@ -293,11 +338,11 @@
 
     draw(views) {
       views = this.views = views.slice(0, this.lines.length);
-      const { from, width, count } = views[0];
-      const steps = Array.from({ length: count }, (_, i) => from + i * width);
+      const { start, width, count } = views[0];
+      const steps = Array.from({ length: count }, (_, i) => start + i * width);
       // A line goes on over what was not measured (undefined), and ends where a value was
       // measured and is not finite (null).
-      const mapped = (values, broken) => Array.from({ length: count }, (_, i) => {
+      const mapped = (source, values, broken) => Array.from(source, (i) => {
         const value = values ? values[i] : NaN;
         if (!Number.isNaN(value)) return this.kind.map ? this.kind.map(value) : value;
         return values && broken?.[i] > 0 ? null : undefined;
@@ -305,10 +350,10 @@
       const data = [steps];
       views.forEach((view, index) => {
         const drawn = this.isDrawn(index), broken = view.broken[this.kind.series];
-        for (const end of [view.low, view.high]) data.push(mapped(drawn && end[this.kind.series], broken));
+        for (const end of [view.low, view.high]) data.push(mapped(view.source, drawn && end[this.kind.series], broken));
       });
       if (this.kind.second) {
-        views.forEach((view, index) => data.push(mapped(this.isDrawn(index) && view.low[this.kind.second])));
+        views.forEach((view, index) => data.push(mapped(view.source, this.isDrawn(index) && view.low[this.kind.second])));
       }
       const seen = data.slice(1, 1 + 2 * views.length).flat().filter((v) => v != null);
       const log = this.kind.log === "auto" && seen.length > 0 && Math.min(...seen) > 0 &&
@@ -405,7 +450,7 @@
           context.setLineDash([]);
           view.broken.loss?.forEach((count, i) => {
             if (!count) return;
-            const x = plot.valToPos(view.from + i * view.width, "x", true);
+            const x = plot.valToPos(middleOf(view, i), "x", true);
             drawShape(context, "cross", x, top + 5 * ratio, 3.4 * ratio);
           });
         });
@@ -421,7 +466,7 @@
               // A step is skipped at the scale from which it is lowered.
               const scale = view.high.scale?.[i];
               if (!count || !(scale > 0)) return;
-              const x = plot.valToPos(view.from + i * view.width, "x", true);
+              const x = plot.valToPos(middleOf(view, i), "x", true);
               const y = plot.valToPos(Math.log2(scale), "y", true);
               drawShape(context, CAUSES[cause].shape, x, y, 4.2 * ratio);
             });
@@ -488,8 +533,10 @@
     }
 
     moveCursor(by, count) {
-      const next = Math.max(0, Math.min(count - 1, (this.cursor ?? -1) + by));
-      const left = this.plot.valToPos(this.plot.data[0][next], "x");
+      const isSame = (column) => this.views.every((view) => view.source[column] === view.source[this.cursor]);
+      let next = Math.max(0, Math.min(count - 1, (this.cursor ?? -1) + by));
+      while (this.cursor !== null && next > 0 && next < count - 1 && isSame(next)) next += by;
+      const left = Math.max(0, this.plot.valToPos(this.plot.data[0][next], "x"));
       this.plot.setCursor({ left, top: 10 });
       this.cursor = next;
       this.say(next, true);
@@ -502,23 +549,36 @@
         this.readout.replaceChildren(this.defaultReadout());
         return;
       }
-      const { from, width } = this.views[0];
-      const start = from + cell * width, end = Math.min(start + width - 1, range.to);
+      const drawn = this.views.filter((_, index) => this.isDrawn(index));
+      const [start, end] = stepsAt(drawn[0] ?? this.views[0], cell);
       const parts = [element("span", { class: "step" }, between(start, end, (v) => `step ${whole(v)}`).replace("to step", "to"))];
       this.views.forEach((view, index) => {
         if (!this.isDrawn(index)) return;
-        const low = view.low[this.kind.series]?.[cell] ?? NaN, high = view.high[this.kind.series]?.[cell] ?? NaN;
-        const skips = Object.entries(view.causes).filter(([, counts]) => counts[cell] > 0);
-        const broken = view.broken[this.kind.series]?.[cell] ?? 0;
-        let text = withBroken(between(low, high, this.kind.show), low, broken);
-        if (this.kind.second && this.clips) text += `, clip ${number(view.low.clip?.[cell] ?? NaN)}`;
-        if (skips.length) text += `, skipped: ${skips.map(([cause, n]) => (n[cell] > 1 ? `${n[cell]} × ${cause}` : cause)).join(", ")}`;
-        const alarms = (this.lines[index].alarms ?? []).filter(([step]) => step >= start && step <= end);
+        const found = this.valuesAt(view, cell, [start, end]);
+        let text = found.text + found.steps;
+        if (this.kind.second && this.clips) text += `, clip ${found.second}`;
+        if (found.skips.length) text += `, skipped: ${found.skips.map(([cause, n]) => (n > 1 ? `${n} × ${cause}` : cause)).join(", ")}`;
+        const [first, last] = stepsAt(view, cell);
+        const alarms = (this.lines[index].alarms ?? []).filter(([step]) => step >= first && step <= last);
         if (alarms.length) text += `, alarm: ${alarms.map(([, kind]) => kind).join(", ")}`;
         const label = this.lines.length > 1 ? `${this.lines[index].title}: ` : "";
         parts.push(element("span", { class: `value run-${index % 6}` }, label + text));
       });
       this.readout.replaceChildren(...parts);
+    }
+
+    // What a run has at a column, as text; and its steps, where they are not those that
+    // are named already.
+    valuesAt(view, column, named) {
+      const at = view.source[column], steps = stepsAt(view, column);
+      const low = view.low[this.kind.series]?.[at] ?? NaN, high = view.high[this.kind.series]?.[at] ?? NaN;
+      const differs = !Number.isNaN(view.first[at]) && steps.some((step, i) => step !== named[i]);
+      return {
+        text: withBroken(between(low, high, this.kind.show), low, view.broken[this.kind.series]?.[at] ?? 0),
+        steps: differs ? ` (${between(...steps, (v) => `step ${whole(v)}`).replace("to step", "to")})` : "",
+        skips: Object.entries(view.causes).map(([cause, counts]) => [cause, counts[at]]).filter(([, count]) => count > 0),
+        second: number(view.low[this.kind.second]?.[at] ?? NaN),
+      };
     }
 
     defaultReadout() {
@@ -528,13 +588,17 @@
       return element("span", { class: "hint" }, hint);
     }
 
+    beyond() {
+      return beyondRange(this.views.filter((_, index) => this.isDrawn(index)));
+    }
+
     countBroken(key) {
       let total = 0;
       this.views.forEach((view, index) => {
-        if (this.isDrawn(index)) total += view.broken.loss?.reduce((a, b) => a + b, 0) ?? 0;
+        if (this.isDrawn(index)) total += sum(view.broken.loss ?? []);
       });
       const steps = total === 1 ? "1 step" : `${whole(total)} steps`;
-      key.replaceChildren(...(total ? [element("li", {}, shapeKey("nan"), ` ${steps} with a loss that was not finite`)] : []));
+      key.replaceChildren(...(total ? [element("li", {}, shapeKey("nan"), ` ${steps} with a loss that was not finite${this.beyond()}`)] : []));
     }
 
     countSkips() {
@@ -548,12 +612,12 @@
       this.views.forEach((view, index) => {
         if (!this.isDrawn(index)) return;
         for (const [cause, counts] of Object.entries(view.causes)) {
-          totals[cause] = (totals[cause] ?? 0) + counts.reduce((a, b) => a + b, 0);
+          totals[cause] = (totals[cause] ?? 0) + sum(counts);
         }
       });
       const entries = Object.entries(totals).filter(([, total]) => total > 0);
       key.replaceChildren(...entries.map(([cause, total]) =>
-        element("li", {}, shapeKey(cause), ` ${whole(total)} skipped: ${CAUSES[cause].label}`)));
+        element("li", {}, shapeKey(cause), ` ${whole(total)} skipped: ${CAUSES[cause].label}${this.beyond()}`)));
       if (!entries.length) key.append(element("li", {}, "No step in view was skipped."));
       const alarms = this.alarmsInView(), most = 4;
       for (const [index, [step, kind]] of alarms.slice(0, most)) {
@@ -565,7 +629,10 @@
 
     async fillTable() {
       if (!this.details.open) return;
-      const views = await Promise.all(this.lines.map((run) => viewOf(run, range.from, range.to, 40)));
+      // Buckets are powers of two wide: a row is whole ones, in every run.
+      const size = Math.ceil((range.to - range.from + 1) / 40);
+      const columns = columnsOf(2 ** Math.ceil(Math.log2(size)));
+      const views = await Promise.all(this.lines.map((run) => viewOf(run, columns)));
       const drawn = this.lines.map((_, index) => index).filter((index) => this.isDrawn(index));
       const head = element("tr", {}, element("th", { scope: "col" }, "steps"));
       for (const index of drawn) {
@@ -574,20 +641,18 @@
         if (this.kind.second) head.append(element("th", { scope: "col" }, "clip, lowest"));
       }
       const body = element("tbody");
-      for (let cell = 0; cell < views[0].count; cell++) {
-        const { from, width } = views[0];
-        const start = from + cell * width, end = Math.min(start + width - 1, range.to);
-        const row = element("tr", {}, element("th", { scope: "row" }, between(start, end, whole)));
+      for (let column = 0; column < views[0].count; column++) {
+        const begun = drawn.map((index) => views[index]).filter((view) => !Number.isNaN(view.first[column]));
+        if (!begun.length) continue;
+        const steps = stepsAt(begun[0], column);
+        const row = element("tr", {}, element("th", { scope: "row" }, between(...steps, whole)));
         for (const index of drawn) {
-          const view = views[index];
-          const low = view.low[this.kind.series]?.[cell] ?? NaN, high = view.high[this.kind.series]?.[cell] ?? NaN;
-          const broken = view.broken[this.kind.series]?.[cell] ?? 0;
-          row.append(element("td", {}, withBroken(between(low, high, this.kind.show), low, broken)));
+          const found = this.valuesAt(views[index], column, steps);
+          row.append(element("td", {}, found.text + found.steps));
           if (this.kind.series === "scale" && index < RUNS.length) {
-            const skips = Object.entries(view.causes).filter(([, counts]) => counts[cell] > 0);
-            row.append(element("td", {}, skips.map(([cause, counts]) => `${counts[cell]} ${cause}`).join(", ") || "0"));
+            row.append(element("td", {}, (found.skips.map(([cause, count]) => `${count} ${cause}`).join(", ") || "0") + found.steps));
           }
-          if (this.kind.second) row.append(element("td", {}, number(view.low.clip?.[cell] ?? NaN)));
+          if (this.kind.second) row.append(element("td", {}, found.second));
         }
         body.append(row);
       }
@@ -942,7 +1007,6 @@
   }
 
   function start() {
-    if (!lastStep && lastStep !== 0) return;
     cells = Math.max(120, Math.min(900, Math.round((document.querySelector(".plot")?.clientWidth ?? 600) * 0.75)));
     for (const figure of document.querySelectorAll("[data-chart]")) charts.push(new Chart(figure));
     const maps = [...document.querySelectorAll("[data-map]")].map((figure) => new HeatMap(figure));
