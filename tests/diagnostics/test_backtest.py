@@ -1,6 +1,7 @@
 """Backtests: the recorded policy takes its record again; planted records are read."""
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -400,16 +401,18 @@ def test_too_short_a_record_gives_no_recommendation(tmp_path):
 
 
 def test_what_no_scale_helps_gives_no_recommendation(tmp_path):
-    rows = [finite_step(64.0)] * 150 + [skipped_step(64.0, "loss")] * 50
+    """Now and then, which raises no alarm."""
+    rows = ([finite_step(64.0)] * 3 + [skipped_step(64.0, "loss")]) * 50
     record_plainly(tmp_path / "run.jsonl", rows)
     found = recommend(tmp_path / "run.jsonl")
     assert found.policy is None
     assert "50 of 200 steps" in found.reasons[0]
 
 
-def test_steps_after_an_alarm_are_left_out(tmp_path):
+@pytest.mark.parametrize("cause", ["nan", "loss"])
+def test_steps_after_an_alarm_are_left_out(tmp_path, cause):
     good = [finite_step(64.0, 1.0 + 1e-3 * i) for i in range(300)]
-    bad = [skipped_step(64.0, "nan")] * 10
+    bad = [skipped_step(64.0, cause, math.inf if cause == "loss" else 1.0)] * 10
     with Recorder(tmp_path / "run.jsonl", writers=()) as recorder:
         for row in good + bad:
             recorder.record(**row)
