@@ -11,6 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -720,6 +721,7 @@ class GradScaler(torch.amp.GradScaler):
         for optimizer in optimizers:
             if not hasattr(optimizer, "param_groups"):
                 options.refuse_optimizer("step_all", optimizer)
+        options.refuse_repeated(optimizers)
         self._check_scale_growth_tracker("step_all")
         steps = [self._begin_step(optimizer) for optimizer in optimizers]
         fused_optimizers.refuse_scaler_takers(step.optimizer for step in steps)
@@ -1233,6 +1235,7 @@ class GradScaler(torch.amp.GradScaler):
             in_float64 = self._options.policy is None
             state["_scale_update"] = ScaleUpdate(policy, in_float64=in_float64)
             state["_is_on_host"] = None
+            state["_state"] = copy(self._state)  # copy.copy shares what is in here
         state["_history"] = self._history.make_empty()
         state["_options"] = self._options.to_pickle()
         for name in ("_current", "_checker", "_sampler", "_schedulers", "_pool"):

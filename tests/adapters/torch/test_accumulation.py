@@ -205,3 +205,39 @@ def test_the_report_of_a_sum_has_the_magnitude_that_came():
     scaler.step(optimizer)
     scaler.update()
     assert 24.0 / 4.0 == scaler.last_step.amax
+
+
+@pytest.fixture
+def _bfloat16_by_default():
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_bfloat16_by_default")
+def test_micro_batches_are_counted_in_float32():
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = ls.GradScaler("cpu", init_scale=8.0)
+    for _ in range(300):
+        scaler.scale(weight.sum()).backward()
+        scaler.accumulate(optimizer)
+    scaler.step(optimizer)
+    assert -300.0 == weight.item()
+
+
+def test_a_loss_that_is_not_finite_holds_the_scale_for_several_optimizers():
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
+    policy = Dynamic(init_scale=8.0, hold_on_nonfinite_loss=True)
+    scaler = ls.GradScaler("cpu", policy=policy)
+    for factor in (math.nan, 1.0):
+        loss = sum(weight.sum() for weight in weights) * factor
+        scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            scaler.accumulate(optimizer)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert 8.0 == scaler.get_scale()
+    assert [0.8, 0.8] == pytest.approx([weight.item() for weight in weights])

@@ -461,3 +461,32 @@ def test_unscaled_gradients_that_were_too_large_are_applied_once_they_are_clippe
     scaler.step(optimizer)
     scaler.update()
     assert "headroom" == scaler.last_step.reason
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_holds_where_another_loss_writes_to_the_same_gradients(fused):
+    first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    clipped = torch.optim.SGD([first], lr=0.1, fused=fused)
+    other = torch.optim.SGD([second], lr=0.1)
+    scaler = ls.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(first.sum() * 4).backward()
+    scaler.clip_grad_norm_(clipped, 2.0)
+    scaler.scale((second + 0 * first).sum()).backward()
+    scaler.step(clipped)
+    scaler.step(other)
+    scaler.update()
+    assert 0.8 == pytest.approx(first.item())
+    assert 1024.0 == scaler.last_step.scale
+    assert 0.5 == pytest.approx(scaler.last_step.clip)
+
+
+def test_the_largest_magnitude_of_complex_gradients_is_their_absolute_value():
+    weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = ls.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    weight.grad = 4.0 * torch.tensor([3 + 4j, 1 + 0j], dtype=torch.complex64)
+    norm = scaler.clip_grad_norm_(optimizer, 2.0, norm_type=math.inf)
+    assert 5.0 == norm
+    expected = torch.tensor([1.2 + 1.6j, 0.4 + 0j], dtype=torch.complex64)
+    torch.testing.assert_close(weight.grad, expected)

@@ -266,3 +266,26 @@ def test_state_that_the_optimizer_changes_in_place_is_put_back():
         scaler.step(optimizer, closure=closure)
         scaler.update()
     assert (1.0, 1) == (optimizer.state[weight]["sum"].item(), scaler.skipped_steps)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure_is_known_where_a_scheduler_has_wrapped_the_step(by_name):
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    scaler = ls.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    weight.grad = torch.zeros(1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight**2).sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    if by_name:
+        scaler.step(optimizer, closure=closure)
+    else:
+        scaler.step(optimizer, closure)
+    scaler.update()
+    assert 0.8 == pytest.approx(weight.item())

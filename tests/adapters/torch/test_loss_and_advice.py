@@ -166,3 +166,15 @@ def test_the_largest_magnitude_is_measured_if_asked_for_and_unscaled_as_the_norm
         scaler.update()
         assert (4.0 if asked else None) == scaler.last_step.amax
         assert 5.0 == scaler.last_step.norm
+
+
+def test_a_complex_loss_is_scaled():
+    scaler = ls.GradScaler("cpu", init_scale=8.0)
+    assert 8.0 + 16.0j == scaler.scale(torch.tensor(1.0 + 2.0j))
+
+
+def test_a_loss_inside_vmap_is_scaled():
+    scaler = ls.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    slopes = torch.func.vmap(torch.func.grad(lambda x: scaler.scale(x**2)))
+    assert [16.0, 32.0] == slopes(torch.tensor([1.0, 2.0])).tolist()

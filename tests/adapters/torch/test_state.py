@@ -18,7 +18,14 @@ from helpers.torch_steps import (  # noqa: E402
 )
 
 import lossscale.torch as ls  # noqa: E402
-from lossscale import Dynamic, Fixed, from_portable, to_portable  # noqa: E402
+from lossscale import (  # noqa: E402
+    AutoStart,
+    Dynamic,
+    Fixed,
+    Headroom,
+    from_portable,
+    to_portable,
+)
 from lossscale.errors import StateError  # noqa: E402
 
 TORCHS = (
@@ -283,3 +290,29 @@ def test_a_divisor_is_shown_as_the_factor_that_it_is():
     )
     assert scaler.get_backoff_factor() == 1.0 / 3.0
     assert scaler.state_dict()["backoff_factor"] == 1.0 / 3.0
+
+
+@pytest.mark.parametrize("make", [ls.GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("policy", [Headroom(), AutoStart()])
+def test_a_scaler_without_the_policy_goes_on_by_its_rule(make, policy):
+    saved = ls.GradScaler("cpu", policy=policy).state_dict()
+    scaler = make("cpu")
+    scaler.load_state_dict(saved)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    before = scaler.get_scale()
+    scaler.scale(weight.sum()).backward()
+    weight.grad[0] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert before / 2 == scaler.get_scale()
+
+
+def test_a_shallow_copy_counts_by_itself():
+    scaler = ls.GradScaler("cpu", on_no_gradients="ignore")
+    scaler.scale(torch.ones(()))
+    scaler.update()
+    other = copy.copy(scaler)
+    other.scale(torch.ones(()))
+    other.update()
+    assert (1, 2) == (scaler.total_steps, other.total_steps)

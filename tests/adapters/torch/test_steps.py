@@ -18,6 +18,7 @@ from helpers.torch_steps import (  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
 from lossscale import Dynamic  # noqa: E402
+from lossscale.errors import SettingError  # noqa: E402
 
 # Several optimizers
 
@@ -283,3 +284,15 @@ def test_a_conjugated_gradient_is_unscaled_where_it_is():
     assert weight.grad.is_conj()
     scaler.unscale_(optimizer)
     assert [1.0 - 2.0j, -1.0j] == weight.grad.tolist()
+
+
+def test_step_all_refuses_an_optimizer_that_is_there_twice():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = ls.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(SettingError, match="twice"):
+        scaler.step_all(optimizer, optimizer)
+    assert 1.0 == weight.item()
+    scaler.step_all(optimizer)
+    assert 0.9 == pytest.approx(weight.item())

@@ -260,8 +260,8 @@ def measure(
     norm, amaxes, unread, too_large = NOT_MEASURED, None, None, False
     needs_amaxes = True
     was_enabled = torch.is_grad_enabled()
-    set_grad_enabled(False)
     try:
+        set_grad_enabled(False)
         if request.norm_type != math.inf:
             if layout.is_small:
                 norm, amaxes, unread = layout.read(grads, kept_elements)

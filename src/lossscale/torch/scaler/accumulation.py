@@ -44,10 +44,12 @@ class GradientAccumulator:
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
         self._batches = 0
-        self._finite_batches = torch.zeros((), device=device)
-        self._overflowed = torch.zeros((), device=device)
+        # Not torch's default dtype: bfloat16 counts to 256.
+        zero = torch.zeros((), dtype=torch.float32, device=device)
+        self._finite_batches = zero.clone()
+        self._overflowed = zero.clone()
         """1.0 if a micro-batch overflowed."""
-        self._amaxes = torch.zeros(len(params_of(optimizer)), device=device)
+        self._amaxes = zero.new_zeros(len(params_of(optimizer)))
         """The largest magnitude of each parameter's gradients; NaN exceeds any."""
         self._of_ranks: list[torch.Tensor] = []
         """Whether any rank had a NaN, and the largest magnitude over all ranks."""
@@ -186,7 +188,7 @@ def add_micro_batch(
     scale, iteration = context.tensor, context.iteration
     skips = overflowed = torch.zeros_like(scale)
     amaxes: torch.Tensor | None = None
-    flags = torch.zeros(3, device=scale.device)
+    flags = torch.zeros(3, dtype=torch.float32, device=scale.device)
     if groups is not None:
         request = InspectionRequest(measure_amax=True)
         summary, found_inf = groups.measure(grads, GradientScale(scale), request)
@@ -205,7 +207,7 @@ def add_micro_batch(
     if step.accumulator is None:
         step.accumulator = GradientAccumulator(step.optimizer, scale.device)
     # The next micro-batch has a loss of its own.
-    loss_nonfinite, iteration.loss_nonfinite = iteration.loss_nonfinite, None
+    loss_nonfinite = iteration.take_loss()
     if loss_nonfinite is not None:
         # A loss that is not finite leaves the scale.
         overflowed = overflowed * (1.0 - loss_nonfinite)

@@ -127,8 +127,7 @@ def clip_in_one_read(
     """Check and clip gradients that are still scaled, in one read.
 
     Returns:
-        Their norm, 0 if there are none; `None` if only torch's own operation can
-        unscale them.
+        Their norm, 0 if there are none; `None` if they must be unscaled first.
     """
     optimizer = step.optimizer
     is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -146,6 +145,8 @@ def clip_in_one_read(
             return empty_norm(clip, context.tensor.device)
     elif collected.groups.is_foreign:
         return None
+    elif clip.norm_type == math.inf and any(map(torch.is_complex, collected.grads)):
+        return None  # the check reads both parts as numbers of their own
     found_inf, inspection = checker.check(
         optimizer,
         step,

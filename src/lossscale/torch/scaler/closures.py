@@ -48,12 +48,16 @@ def take_closure(
 def _first_parameter(optimizer: torch.optim.Optimizer) -> str | None:
     """Return the name of the first argument that an optimizer's step takes.
 
-    Accelerate replaces `step` by a function of any arguments; then that of the class.
+    A scheduler and Accelerate replace `step` by functions of any arguments; then that
+    of the class is asked.
     """
-    names = list(inspect.signature(optimizer.step).parameters)
-    if names[:1] == ["args"]:
-        names = list(inspect.signature(type(optimizer).step).parameters)[1:]
-    return names[0] if names else None
+    own_step = inspect.signature(optimizer.step).parameters.values()
+    # A scheduler's function says that it has the signature of the unbound method.
+    parameters = [parameter for parameter in own_step if parameter.name != "self"]
+    if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
+        of_class = inspect.signature(type(optimizer).step).parameters.values()
+        parameters = list(of_class)[1:]
+    return parameters[0].name if parameters else None
 
 
 def step_with_closure(

@@ -142,7 +142,8 @@ class GradientChecker:
 
     def check_again(self, step: OptimizerStep, context: CallContext) -> None:
         """Check unscaled gradients that were written to after a new loss was scaled."""
-        found_before = step.found_inf
+        found_before, summary = step.found_inf, step.summary
+        clipping = step.grad_scale, step.inspection, step.clipped
         one = torch.ones((), dtype=torch.float32, device=context.tensor.device)
         found_inf, _ = self.check(
             step.optimizer,
@@ -152,6 +153,12 @@ class GradientChecker:
             allow_fp16=True,
             inverse=one,
         )
+        # What `clip_grad_norm_` has decided still holds, and so does the report of it.
+        step.grad_scale, step.inspection, step.clipped = clipping
+        second = step.summary
+        if summary is not None and second is not None:
+            names_new = second.is_on_host and second.skips_step()
+            step.summary = second if names_new else summary
         for device, flag in found_before.items():
             if device in found_inf:
                 new_flag = found_inf[device].reshape(flag.shape)

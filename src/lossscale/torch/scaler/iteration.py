@@ -321,6 +321,8 @@ class Iteration:
         self.micro_batches: list[MicroBatch] = []
         self.loss_nonfinite: torch.Tensor | None = None
         """1.0 if a loss was not finite; `None` if the policy does not ask."""
+        self._taken_loss: tuple[int, torch.Tensor] | None = None
+        """The flag that a micro-batch has taken, and how many losses there were."""
         self.host_loss_nonfinite: bool | None = None
         """Whether a loss that the host could read was not finite."""
         self.raw_losses: list[torch.Tensor] = []
@@ -356,16 +358,33 @@ class Iteration:
         Only a loss of one number: reading a whole vector may take long.
         """
         if type(loss) is torch.Tensor:
-            if loss.numel() != 1:
+            if loss.numel() != 1 or not loss.is_floating_point():
                 return
             if loss.is_cpu:
-                nonfinite = not math.isfinite(loss.item())
+                try:
+                    nonfinite = not math.isfinite(loss.item())
+                except RuntimeError:  # inside torch.func.vmap a number has no value
+                    return
                 self.host_loss_nonfinite = nonfinite or bool(self.host_loss_nonfinite)
             else:
                 self.raw_losses.append(loss.data)  # half the time of `detach()`
         elif isinstance(loss, (list, tuple)):
             for item in loss:
                 self.note_loss(item)
+
+    def take_loss(self) -> torch.Tensor | None:
+        """Return whether the loss of a micro-batch was not finite; `None` if unknown.
+
+        The next micro-batch has a loss of its own. Until that is scaled, another
+        optimizer's gradients are of the same one.
+        """
+        flag, self.loss_nonfinite = self.loss_nonfinite, None
+        if self._taken_loss is not None and self._taken_loss[0] == self.losses:
+            taken = self._taken_loss[1]
+            flag = taken if flag is None else torch.maximum(flag, taken.to(flag.device))
+        if flag is not None:
+            self._taken_loss = self.losses, flag
+        return flag
 
     def check_loss(self, loss: Any, device: torch.device) -> None:
         """Keep on the device whether a loss, before it was scaled, was not finite."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ScalerOptions`: the constructor's arguments of `GradScaler`, validated once."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 from weakref import ref
@@ -16,6 +16,7 @@ from lossscale.errors import ContextError, SettingError, SettingTypeError
 from lossscale.torch.distributed.rank_groups import RankGroups
 from lossscale.torch.scaler.param_names import ParamNames
 from lossscale.torch.scaler.scale_update import torch_policy
+from lossscale.torch.scaler.wrapped_optimizers import unwrap
 
 if TYPE_CHECKING:
     from lossscale.torch.grad_scaler import GradScaler
@@ -227,6 +228,16 @@ def refuse_optimizer(method: str, optimizer: object) -> NoReturn:
         f"scaler.{method}({arguments.get(method, 'optimizer')})."
     )
     raise SettingTypeError(message)
+
+
+def refuse_repeated(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise if an optimizer is there twice: its gradients would be applied twice."""
+    if len({id(unwrap(optimizer)) for optimizer in optimizers}) < len(optimizers):
+        message = (
+            "step_all() was given an optimizer twice. Pass each optimizer once: "
+            "scaler.step_all(generator_optimizer, discriminator_optimizer)."
+        )
+        raise SettingError(message)
 
 
 def refuse_module_as_inputs(module: torch.nn.Module) -> NoReturn:

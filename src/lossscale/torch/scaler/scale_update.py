@@ -122,9 +122,11 @@ def torch_policy(
 def torch_factors(policy: Policy) -> tuple[float, float, int]:
     """Return torch's three numbers of a policy, for its getters and state dicts.
 
-    A policy that torch could not follow is shown as a scale that stays: that is what
-    torch does with such a state.
+    A policy that falls back to a rule is shown as that rule, which torch's class then
+    follows. Any other that torch could not follow is shown as a scale that stays: that
+    is what torch does with such a state.
     """
+    policy = getattr(policy, "rule", policy)
     if isinstance(policy, Dynamic):
         factor = policy.backoff_factor or 1.0 / (policy.backoff_divisor or 2.0)
         return policy.growth_factor, factor, policy.growth_interval
