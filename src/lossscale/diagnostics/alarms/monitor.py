@@ -98,14 +98,17 @@ class AlarmMonitor:
         if record.applied and not due and not lowered and not has_bad_loss:
             return []
         recent = list(self._recent)
+        # Where it is silent, only that it goes on has to be seen, in every step.
+        is_silent = self._is_silent("nan", record.step)
+        streak = recent[-self._rules.nan_steps :] if is_silent else recent
         candidates = []
         if lowered and self._search_ended is not None:
             candidates.append(find_backoffs(recent, self._rules, self._limits))
         if not record.applied:
             candidates.append(find_floor(recent, self._rules, self._limits))
-            candidates.append(find_nan(recent, self._rules, self._limits))
+            candidates.append(find_nan(streak, self._rules, self._limits))
         if has_bad_loss:
-            candidates.append(find_bad_loss(recent, self._rules, self._limits))
+            candidates.append(find_bad_loss(streak, self._rules, self._limits))
         if due:
             candidates.append(find_headroom_trend(recent, self._rules, self._limits))
             candidates.append(find_norm_trend(recent, self._rules, self._limits))
@@ -136,10 +139,15 @@ class AlarmMonitor:
 
     def _is_new(self, alarm: Alarm) -> bool:
         known = self._raised.get(alarm.kind)
-        is_new = known is None or alarm.step - known.last_seen > self._limits.window
-        start = alarm.step if known is None or is_new else known.step
+        is_silent = self._is_silent(alarm.kind, alarm.step)
+        start = known.step if known is not None and is_silent else alarm.step
         self._raised[alarm.kind] = _Raised(start, alarm.step)
-        return is_new
+        return not is_silent
+
+    def _is_silent(self, kind: str, step: int) -> bool:
+        """Whether an alarm was raised, and what it saw has not been over for long."""
+        known = self._raised.get(kind)
+        return known is not None and step - known.last_seen <= self._limits.window
 
 
 class _Raised(NamedTuple):
