@@ -9,7 +9,12 @@ from helpers.browser import launched_browser, opened_page
 from helpers.limits import HANG_SECONDS
 from helpers.runs import record_run
 
-from lossscale.diagnostics import Recorder, build_report, exponent_histogram
+from lossscale.diagnostics import (
+    Recorder,
+    build_report,
+    exponent_histogram,
+    measure_tensors,
+)
 from lossscale.diagnostics.report.tensors import outcome
 
 STEPS = 4_000
@@ -343,6 +348,87 @@ def test_every_picture_has_a_table(page):
 def test_nothing_is_wider_than_the_window(browser, report, width, scheme):
     with opened_page(browser, report, width=width, scheme=scheme) as page:
         assert width >= page.evaluate("document.documentElement.scrollWidth")
+
+
+LONG_NAME = (
+    "base_model.model.model.language_model.layers.10.self_attn.q_proj.lora_A.default."
+    "weight"
+)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_long_names_are_not_wider_than_a_phone(browser, tmp_path, count):
+    paths = [tmp_path / f"{i}.jsonl" for i in range(count)]
+    for i, path in enumerate(paths):
+        title = f"fp16_sweep_lr_3e-4_bs_512_warmup_2000_seed_1337_cosine_v2_final_{i}"
+        config = {"model": f"/mnt/checkpoints/{'folder_' * 12}checkpoint-{i}"}
+        names = [LONG_NAME, "b"]
+        with Recorder(
+            path, name=title, config=config, names=names, writers=()
+        ) as recorder:
+            for step in range(60):
+                bad = step > 40
+                nonfinite = {LONG_NAME: "inf"} if bad else {}
+                recorder.record(
+                    scale=8.0, applied=not bad, nonfinite=nonfinite, loss=1.0, amax=1.0
+                )
+                if step % 10 == 0:
+                    gradients = {name: np.full(8, 0.5, np.float16) for name in names}
+                    recorder.record_statistics(measure_tensors(gradients), scale=8.0)
+    out = tmp_path / "report.html"
+    out.write_text(build_report(paths), encoding="utf-8")
+    with opened_page(browser, out, width=375) as page:
+        assert 375 >= page.evaluate("document.documentElement.scrollWidth")
+        for part in page.locator("p, li, label, select, h3").all():
+            box = part.bounding_box()
+            assert box is None or box["x"] + box["width"] <= 375
+
+
+def test_a_run_without_steps_moves_neither_the_axis_nor_the_list(browser, tmp_path):
+    empty, late = tmp_path / "empty.jsonl", tmp_path / "late.jsonl"
+    Recorder(empty, writers=()).close()
+    with Recorder(late, writers=()) as recorder:
+        for step in range(100_000, 100_200):
+            recorder.record(scale=8.0, applied=True, loss=1.0, step=step)
+    out = tmp_path / "report.html"
+    out.write_text(build_report([empty, late]), encoding="utf-8")
+    with opened_page(browser, out) as page:
+        assert (100_000, 100_199) == shown_range(page)
+        assert "every step" in range_text(page)
+        assert "1" == page.input_value("#run")
+
+
+def test_a_step_without_a_value_is_one_dash(browser, tmp_path):
+    steps = [{"scale": 8.0, "applied": True} for _ in range(30)]
+    for i in range(0, 30, 10):
+        steps[i]["loss"] = 1.0 + i
+    with open_run(browser, tmp_path / "run.jsonl", steps) as page:
+        found = [row[1] for row in table_of(page, "loss")]
+    assert [f"{1 + i}" if i % 10 == 0 else "\u2013" for i in range(30)] == found
+
+
+def test_numbers_that_are_not_finite_count_as_overflow(browser, tmp_path):
+    path = tmp_path / "run.jsonl"
+    gradient = np.full(1_000, 0.5, np.float16)
+    gradient[:10] = np.inf
+    with Recorder(path, names=["w"], writers=()) as recorder:
+        recorder.record(scale=8.0, applied=False, nonfinite={"w": "inf"})
+        recorder.record_statistics(measure_tensors({"w": gradient}), scale=8.0)
+    out = path.with_suffix(".html")
+    out.write_text(build_report([path]), encoding="utf-8")
+    share = np.mean(~np.isfinite(gradient)) * 100
+    with opened_page(browser, out) as page:
+        cells = page.locator("#outcomes tr[data-format=float16] td").all_inner_texts()
+        assert [share] == pytest.approx(numbers(cells[-1]))
+        assert "were not finite" in page.inner_text("#zeros")
+        page.locator("#histogram summary").click()
+        rows = page.locator("#histogram details tbody tr")
+        rows.first.wait_for()
+        assert ["not finite", "10"] == rows.last.locator("th, td").all_inner_texts()[:2]
+        page.locator("figure[data-map=headroom] canvas").focus()
+        page.keyboard.press("ArrowDown")
+        readout = page.locator("figure[data-map=headroom] .readout")
+        assert "not finite" in readout.inner_text()
 
 
 def test_a_phone_shows_every_column_of_the_tables_without_scrolling(browser, report):

@@ -27,10 +27,15 @@ from lossscale.diagnostics.records import run_file
 from lossscale.diagnostics.records.columns import read_columns
 from lossscale.diagnostics.records.layout import decode_step
 from lossscale.diagnostics.records.steps import CAUSES
-from lossscale.diagnostics.report import levels, page, summary
+from lossscale.diagnostics.report import levels, page, summary, tensors
 from lossscale.diagnostics.report.buckets import fit, from_blocks, from_columns
 from lossscale.diagnostics.report.levels import make_levels
-from lossscale.diagnostics.report.tensors import BROKEN, make_heat_map, outcome
+from lossscale.diagnostics.report.tensors import (
+    BROKEN,
+    make_heat_map,
+    make_histograms,
+    outcome,
+)
 from lossscale.diagnostics.report.wording import number
 from lossscale.errors import SettingError, StateError
 
@@ -439,6 +444,77 @@ def test_a_tensor_without_a_finite_number_is_beyond_the_range(tmp_path):
         :, 0
     ].tolist()
     assert np.isnan(heat_map.lost[0, 0])
+
+
+def record_broken(path):
+    """Record three steps; in the second, tensors are not finite, wholly or partly."""
+    names = ["few", "most", "all", "none", "empty"]
+    with Recorder(path, names=names, writers=(), alarms=None) as recorder:
+        for step in (1, 2, 3):
+            gradients = {name: np.full(1_000, 0.5, np.float16) for name in names}
+            gradients["empty"] = np.zeros((0,), np.float16)
+            if step == 2:
+                gradients["few"][:10] = np.inf
+                gradients["most"][:] = np.nan
+                gradients["most"][0] = 0
+                gradients["all"][:] = np.inf
+            broken = {"few": "inf", "most": "nan", "all": "inf"} if step == 2 else {}
+            recorder.record(scale=8.0, applied=step != 2, nonfinite=broken)
+            recorder.record_statistics(measure_tensors(gradients), scale=8.0)
+    return read_run(path)
+
+
+@pytest.mark.parametrize("most_cells", [400_000, 0])
+def test_any_number_that_is_not_finite_is_an_overflow(
+    tmp_path, monkeypatch, most_cells
+):
+    """Read from the statistics of each step, or from the roll-up of a long run."""
+    monkeypatch.setattr(tensors, "_MOST_CELLS", most_cells)
+    heat_map = make_heat_map(record_broken(tmp_path / "run.jsonl"))
+    assert ["few", "most", "all", "none"] == heat_map.names
+    healthy = pytest.approx(math.log2(65504 / 0.5))
+    column = 1 if most_cells else 0
+    found = heat_map.headroom[:, column].tolist()
+    assert [BROKEN, BROKEN, BROKEN, healthy] == found
+    if most_cells:
+        assert [healthy] * 4 == heat_map.headroom[:, 0].tolist()
+
+
+def test_a_histogram_counts_what_is_not_finite_as_overflow(tmp_path):
+    run = record_broken(tmp_path / "run.jsonl")
+    histograms = make_histograms(run, make_heat_map(run))
+    found = dict(zip(histograms.names, histograms.nonfinite[1].tolist(), strict=True))
+    numbers = {"few": 10, "most": 999, "all": 1000, "none": 0, "empty": 0}
+    assert numbers | {"all tensors": 2_009} == found
+    row = histograms.names.index("few")
+    for shift in (-24, 0):
+        overflow = outcome(
+            histograms.counts[1, row],
+            histograms.first_exponent,
+            1_000,
+            "float16",
+            shift,
+            nonfinite=float(histograms.nonfinite[1, row]),
+        ).overflow
+        assert overflow == pytest.approx(0.01)
+
+
+def test_a_rounded_share_of_zeros_is_no_number_that_is_not_finite():
+    row = ["w", 3 * 10**9, 1.0, 0.333333, 0.0, 0, [2 * 10**9]]
+    assert 0 == tensors.count_nonfinite(row)
+    assert 0 == tensors.count_nonfinite(["w", 9, 1.0, 0.0, 0.0, 0, []])
+    assert 1 == tensors.count_nonfinite(["w", 9, 1.0, 0.555556, 0.0, 0, [3]])
+
+
+def test_steps_a_second_are_intervals_by_time(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with Recorder(path, writers=()) as recorder:
+        recorder.record(scale=8.0, applied=True)
+    head = path.read_text(encoding="utf-8").splitlines()[0]
+    lines = [f"[{step},{step / 2},8,1]" for step in (1, 2, 3)]
+    path.with_name("run.jsonl.rollup").unlink()
+    path.write_text("\n".join([head, *lines, ""]), encoding="utf-8")
+    assert 2.0 == pytest.approx(summary_of(path)["steps_per_second"])
 
 
 @pytest.mark.parametrize(

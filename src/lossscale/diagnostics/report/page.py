@@ -122,11 +122,12 @@ def _page_data(
 ) -> dict[str, Any]:
     measured = [index for index, run in enumerate(runs) if run["heat"] is not None]
     narrow = [index for index in measured if not runs[index]["wide"]]
+    recorded = [index for index, run in enumerate(runs) if run["first"] is not None]
     return {
         "runs": runs,
         "policies": curves,
         # The last one that is of interest: in a comparison, the one that was tried.
-        "tensor_run": (narrow or measured or [0])[-1],
+        "tensor_run": (narrow or measured or recorded or [0])[-1],
         "formats": {
             name: {
                 "largest": FORMATS[name].largest,

@@ -137,7 +137,7 @@ def summarize_run(run: RunFile) -> Summary:
         "largest_magnitude": _extreme(blocks, "amax", "high", max),
         "lost_share": _last_lost_share(run),
         "seconds": seconds,
-        "steps_per_second": steps / seconds if seconds > 0 else None,
+        "steps_per_second": (steps - len(blocks)) / seconds if seconds > 0 else None,
         "resumed": len(run.events_of("resumed")),
         "ended": _has_ended(run),
         "unreadable_lines": run.malformed.lines,

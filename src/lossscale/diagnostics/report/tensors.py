@@ -54,20 +54,19 @@ def make_heat_map(run: RunFile) -> HeatMap | None:
     found = _extremes(run)
     if found is None:
         return None
-    first, last, amax, lost = found
-    amax, lost = amax[:, : len(run.names)], lost[:, : len(run.names)]
+    first, last, amax, lost, broken = found
     starts = np.arange(0, len(first), -(-len(first) // MOST_COLUMNS))
     ends = np.append(starts[1:], len(first)) - 1
     amax = np.fmax.reduceat(amax, starts, axis=0).T
     lost = np.fmax.reduceat(lost, starts, axis=0).T
+    broken = np.logical_or.reduceat(broken, starts, axis=0).T
     largest = np.log2([FORMATS[dtype_of(run, i)].largest for i in range(len(amax))])
     with np.errstate(divide="ignore"):
         headroom = largest[:, None] - np.log2(amax)
     # A tensor of zeros alone is as far from an overflow as can be shown; one that has
-    # no finite number has no largest either, and is beyond the range.
-    broken = (amax == 0) & (lost == 0)
+    # a number that is not finite is beyond the range.
     headroom = np.where(broken, BROKEN, np.minimum(headroom, _FARTHEST))
-    lost = np.where(broken, np.nan, lost)
+    lost = np.where(broken & (amax == 0) & (lost == 0), np.nan, lost)
     shown = _most_telling(headroom, lost)
     if not shown:
         return None
@@ -84,7 +83,7 @@ def make_heat_map(run: RunFile) -> HeatMap | None:
 _FARTHEST = 300.0
 
 BROKEN = -1.0
-"""The headroom that represents a tensor without a finite number."""
+"""The headroom that represents a tensor with a number that is not finite."""
 
 
 def dtype_of(run: RunFile, index: int) -> str:
@@ -93,35 +92,75 @@ def dtype_of(run: RunFile, index: int) -> str:
 
 
 def _extremes(run: RunFile) -> tuple[Any, ...] | None:
-    """Return steps, largest magnitudes and shares lost, one row per point in time."""
+    """Return what was measured, one row per point in time.
+
+    Steps, largest magnitudes, shares lost, and whether a number was not finite.
+    """
     samples = sum(block.samples for block in run.tensor_blocks)
     if not samples:
         return None
     if samples * max(1, len(run.names)) > _MOST_CELLS:
-        blocks = run.tensor_blocks
-        width = max(len(block.amax) for block in blocks)
-        return (
-            np.array([block.first for block in blocks]),
-            np.array([block.last for block in blocks]),
-            _padded([block.amax for block in blocks], width),
-            _padded([block.lost for block in blocks], width),
-        )
+        return _extremes_of_blocks(run)
     positions = {name: index for index, name in enumerate(run.names)}
     found = list(_every_sample(run))
     steps = np.array([sample.step for sample in found])
     amax = np.full((len(found), len(run.names)), np.nan)
     lost = np.full((len(found), len(run.names)), np.nan)
+    broken = np.zeros((len(found), len(run.names)), bool)
     for row, sample in enumerate(found):
-        for name, _, largest, zeros, subnormals, *_ in sample.tensors:
-            amax[row, positions[name]] = largest
-            lost[row, positions[name]] = zeros + subnormals
-    return steps, steps, amax, lost
+        for tensor in sample.tensors:
+            name, size, largest, zeros, subnormals, *_ = tensor
+            if size:
+                amax[row, positions[name]] = largest
+                lost[row, positions[name]] = zeros + subnormals
+                broken[row, positions[name]] = count_nonfinite(tensor) > 0
+    return steps, steps, amax, lost, broken
+
+
+def count_nonfinite(tensor: Sequence[Any]) -> int:
+    """Return how many numbers of a tensor are not finite, from its row of statistics.
+
+    They are those that are neither zero nor in the histogram.
+    """
+    _, size, largest, zeros, _, _, counts = tensor
+    if largest and not counts:  # it was recorded without a histogram
+        return 0
+    left = size - zeros * size - sum(counts)
+    return round(left) if left > _ROUNDING * zeros * size + 0.5 else 0
+
+
+_ROUNDING = 6e-6
+"""How exact the share of zeros is: a record has six digits of it."""
+
+
+def _extremes_of_blocks(run: RunFile) -> tuple[Any, ...]:
+    """Return what `_extremes` does from the roll-up.
+
+    It does not count what is not finite in the statistics; the steps between them name
+    the tensors that broke.
+    """
+    blocks, names = run.tensor_blocks, run.names
+    amax = _padded([block.amax for block in blocks], len(names))
+    lost = _padded([block.lost for block in blocks], len(names))
+    broken = np.zeros(amax.shape, bool)
+    positions = {name: index for index, name in enumerate(names)}
+    lasts = np.array([block.last for block in blocks])
+    for steps in run.blocks:
+        row = min(int(np.searchsorted(lasts, steps.first)), len(blocks) - 1)
+        if steps.skipped and not steps.tensors:  # no names were recorded
+            broken[row] |= (amax[row] == 0) & (lost[row] == 0)
+        named = [positions[one.name] for one in steps.tensors if one.name in positions]
+        broken[row, named] |= ~np.isnan(amax[row, named])
+    # Without a number it is empty, and was not measured.
+    amax[(amax == 0) & (lost == 0) & ~broken] = np.nan
+    return np.array([block.first for block in blocks]), lasts, amax, lost, broken
 
 
 def _padded(rows: Sequence[Sequence[float | None]], width: int) -> Floats:
     table = np.full((len(rows), width), np.nan)
     for target, row in zip(table, rows, strict=True):
-        target[: len(row)] = [np.nan if value is None else value for value in row]
+        known = row[:width]
+        target[: len(known)] = [np.nan if value is None else value for value in known]
     return table
 
 
@@ -182,6 +221,8 @@ class Histograms:
     """By step and tensor: how many numbers there are."""
     zeros: npt.NDArray[np.float32]
     """By step and tensor: how many of them are zero."""
+    nonfinite: npt.NDArray[np.float32]
+    """By step and tensor: how many of them are not finite."""
 
 
 ALL_TENSORS = "all tensors"
@@ -199,13 +240,15 @@ def make_histograms(run: RunFile, heat_map: HeatMap | None) -> Histograms | None
     positions = {name: index + 1 for index, name in enumerate(names)}
     counts = np.zeros((len(samples), len(names) + 1, end - first))
     sizes = np.zeros((len(samples), len(names) + 1))
-    zeros = np.zeros_like(sizes)
+    zeros, nonfinite = np.zeros_like(sizes), np.zeros_like(sizes)
     for i, sample in enumerate(samples):
-        for name, size, _, zero_fraction, _, start, bins in sample.tensors:
+        for tensor in sample.tensors:
+            name, size, _, zero_fraction, _, start, bins = tensor
             for j in {0, positions.get(name, 0)}:
                 counts[i, j, start - first : start - first + len(bins)] += bins
                 sizes[i, j] += size
                 zeros[i, j] += round(zero_fraction * size)
+                nonfinite[i, j] += count_nonfinite(tensor)
     return Histograms(
         steps=[sample.step for sample in samples],
         scales=[sample.scale for sample in samples],
@@ -214,6 +257,7 @@ def make_histograms(run: RunFile, heat_map: HeatMap | None) -> Histograms | None
         counts=counts.astype(np.float32),
         sizes=sizes.astype(np.float32),
         zeros=zeros.astype(np.float32),
+        nonfinite=nonfinite.astype(np.float32),
     )
 
 
@@ -270,6 +314,7 @@ def encode_histograms(histograms: Histograms) -> dict[str, Any]:
                 histograms.counts.ravel(),
                 histograms.sizes.ravel(),
                 histograms.zeros.ravel(),
+                histograms.nonfinite.ravel(),
             ]
         ),
     }
@@ -291,7 +336,13 @@ class Outcome:
 
 
 def outcome(
-    counts: npt.ArrayLike, first_exponent: int, total: float, dtype: str, shift: int
+    counts: npt.ArrayLike,
+    first_exponent: int,
+    total: float,
+    dtype: str,
+    shift: int,
+    *,
+    nonfinite: float = 0.0,
 ) -> Outcome:
     """Return what becomes of numbers if their scale is multiplied by a power of two.
 
@@ -303,11 +354,12 @@ def outcome(
         total: How many numbers there are; of those beyond the counts nothing is known.
         dtype: The format that they are stored in.
         shift: The power of two.
+        nonfinite: How many numbers were not finite: they stay so at every scale.
     """
     found = np.asarray(counts, np.float64)
     exponents = np.arange(found.size) + first_exponent + shift
     limits = FORMATS[dtype]
-    above = float(found[exponents > limits.largest_exponent].sum())
+    above = nonfinite + float(found[exponents > limits.largest_exponent].sum())
     partly = 0.0
     if limits.largest < 2.0**limits.largest_exponent * _NEARLY_TWO:
         partly = float(found[exponents == limits.largest_exponent].sum())

@@ -846,8 +846,8 @@
   // ---- Exponent histogram ---------------------------------------------------------------
 
   // What becomes of numbers if their scale is multiplied by 2 ** shift.
-  function outcome(counts, first, total, format, shift) {
-    let zero = 0, subnormal = 0, over = 0, partly = 0;
+  function outcome(counts, first, total, format, shift, nonfinite) {
+    let zero = 0, subnormal = 0, over = nonfinite, partly = 0;
     const last = Math.floor(Math.log2(format.largest));
     counts.forEach((count, i) => {
       const exponent = first + i + shift;
@@ -879,7 +879,7 @@
       if (!found) return;
       found.arrays ??= inflate(found.data).then((bytes) => {
         const read = rowReader(bytes), rows = found.steps.length * found.names.length;
-        return { counts: read.floats(rows * found.bins), sizes: read.floats(rows), zeros: read.floats(rows) };
+        return { counts: read.floats(rows * found.bins), sizes: read.floats(rows), zeros: read.floats(rows), nonfinite: read.floats(rows) };
       });
       this.arrays = await found.arrays;
       const options = (select, texts, chosen) => {
@@ -900,14 +900,14 @@
       const { found, arrays } = this;
       const sample = Number(this.sample.value), row = sample * found.names.length + Number(this.tensor.value);
       const counts = [...arrays.counts.slice(row * found.bins, (row + 1) * found.bins)];
-      const size = arrays.sizes[row], zeros = arrays.zeros[row];
+      const size = arrays.sizes[row], zeros = arrays.zeros[row], nonfinite = arrays.nonfinite[row];
       const shift = Number(this.slider.value), scale = found.scales[sample];
       const text = `${scaleText(scale * 2 ** shift)}${shift ? `, ${shift > 0 ? "×" : "÷"} ${power(Math.abs(shift))}` : ", as recorded"}`;
       $("#shift-text").textContent = text;
       this.slider.setAttribute("aria-valuetext", text);
       this.drawBars(counts, size, shift);
-      this.drawOutcomes(counts, size, zeros, shift);
-      this.fillTable(counts, size, zeros, shift);
+      this.drawOutcomes(counts, size, zeros, nonfinite, shift);
+      this.fillTable(counts, size, zeros, nonfinite, shift);
     }
 
     drawBars(counts, size, shift) {
@@ -954,10 +954,10 @@
       this.picture.replaceChildren(picture);
     }
 
-    drawOutcomes(counts, size, zeros, shift) {
+    drawOutcomes(counts, size, zeros, nonfinite, shift) {
       const body = $("#outcomes tbody");
       const rows = Object.entries(DATA.formats).map(([name, format]) => {
-        const found = outcome(counts, this.found.first, size, format, shift);
+        const found = outcome(counts, this.found.first, size, format, shift, nonfinite);
         const over = found.over === found.overMost ? percent(found.over) : `${percent(found.over)} to ${percent(found.overMost)}`;
         const row = element("tr", { "data-format": name }, element("th", { scope: "row" }, name.replace("_", " ")),
           element("td", {}, percent(found.zero)), element("td", {}, percent(found.subnormal)), element("td", {}, over));
@@ -965,12 +965,13 @@
         return row;
       });
       body.replaceChildren(...rows);
-      $("#zeros").textContent = zeros
-        ? `${percent(zeros / size)} of ${whole(size)} numbers were stored as zero. The picture cannot say which of them a higher scale would bring back.`
-        : "";
+      const texts = [];
+      if (nonfinite) texts.push(`${percent(nonfinite / size)} of ${whole(size)} numbers were not finite. They count as overflow, and the picture does not show them.`);
+      if (zeros) texts.push(`${percent(zeros / size)} of ${whole(size)} numbers were stored as zero. The picture cannot say which of them a higher scale would bring back.`);
+      $("#zeros").textContent = texts.join(" ");
     }
 
-    fillTable(counts, size, zeros, shift) {
+    fillTable(counts, size, zeros, nonfinite, shift) {
       const details = $("details", this.figure);
       if (!details.open) return;
       const body = element("tbody", {}, element("tr", {}, element("th", { scope: "row" }, "zero"), element("td", {}, whole(zeros)), element("td", {}, percent(zeros / Math.max(1, size)))));
@@ -978,6 +979,7 @@
         if (!count) return;
         body.append(element("tr", {}, element("th", { scope: "row" }, power(this.found.first + i + shift)), element("td", {}, whole(count)), element("td", {}, percent(count / Math.max(1, size)))));
       });
+      if (nonfinite) body.append(element("tr", {}, element("th", { scope: "row" }, "not finite"), element("td", {}, whole(nonfinite)), element("td", {}, percent(nonfinite / size))));
       const head = element("tr", {}, ...["magnitude from", "numbers", "share"].map((text) => element("th", { scope: "col" }, text)));
       $(".table", details).replaceChildren(element("table", {}, element("thead", {}, head), body));
     }
