@@ -578,6 +578,60 @@ def test_the_advice_on_nan_says_where_to_look(tmp_path):
     assert "Look for it in the forward pass" in advice[0]
 
 
+def test_a_nan_that_a_lower_scale_ended_is_not_looked_for(tmp_path):
+    """As in the demonstration: overflows, one of them with NaN, and the scale grows."""
+    steps, scale = [], 2.0**18
+    for step in range(1, 301):
+        cause = {90: "inf", 150: "nan", 210: "inf"}.get(step)
+        fine = {"scale": scale, "applied": cause is None, "amax": 1e-3, "loss": 1.0}
+        steps.append(fine | {"cause": cause})
+        scale *= 0.5 if cause else 2.0 if step % 40 == 0 else 1.0
+    (text,) = record_steps(tmp_path / "run.jsonl", steps)
+    assert "a lower scale ended it" in text
+    assert "forward pass" not in text
+    # One that comes back while the scale falls is no overflow.
+    for step in range(280, 300):
+        steps[step] |= {"applied": step % 4 != 0, "scale": 2.0 ** (80 - step // 4)}
+        steps[step]["cause"] = None if steps[step]["applied"] else "nan"
+    advice = record_steps(tmp_path / "other.jsonl", steps)
+    assert any("forward pass" in text for text in advice)
+
+
+@pytest.mark.parametrize(
+    ("files", "titles"),
+    [
+        (["a/run.jsonl", "b/run.jsonl"], ["run (a)", "run (b)"]),
+        (["a/x/run.jsonl", "b/y/run.jsonl"], ["run (a/x)", "run (b/y)"]),
+        (["run.jsonl", "b/run.jsonl"], ["run", "run (b)"]),
+        (["a/run.jsonl", "a/other.jsonl"], ["run", "other"]),
+        (["a/run.jsonl", "a/run.jsonl"], ["run", "run"]),
+    ],
+)
+def test_runs_with_one_name_are_told_apart(tmp_path, files, titles):
+    paths = [tmp_path / file for file in files]
+    for path in {*paths}:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with Recorder(path, writers=()) as recorder:
+            recorder.record(scale=8.0, applied=True)
+    report = json.loads(build_report(paths, format="json"))
+    assert titles == [run["title"] for run in report["runs"]]
+    markdown, html = (build_report(paths, format=form) for form in ("md", "html"))
+    for title in titles:
+        assert f"## {title}\n" in markdown
+        assert f"<h3>{title}</h3>" in html
+        assert f">{title}</option>" in html
+
+
+def test_runs_with_one_given_name_are_told_apart_by_their_files(tmp_path):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in paths:
+        with Recorder(path, name="sweep", writers=()) as recorder:
+            recorder.record(scale=8.0, applied=True)
+    text = build_report(paths, format="md")
+    assert "## sweep (a.jsonl)\n" in text
+    assert "## sweep (b.jsonl)\n" in text
+
+
 HOSTILE = [
     "</script><script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',

@@ -93,12 +93,28 @@ def _about_nan(run: "Summary") -> Iterator[str]:
             "can help. Go back to a checkpoint from before the first such loss, and "
             "lower the learning rate or look for the cause in the forward pass."
         )
+    elif run.causes.get("nan") and _was_ended_by_the_scale(run):
+        yield (
+            f"{_steps(run.causes['nan'])} had NaN in the gradients, as an overflow "
+            "makes it (infinity less infinity). Each time a lower scale ended it, and "
+            "the scale has grown since: there is no sign of another cause."
+        )
     elif run.causes.get("nan"):
         yield (
             f"{_steps(run.causes['nan'])} had NaN in the gradients. An overflow makes "
             "NaN as well (infinity less infinity), which a lower scale ends. A NaN "
             f"that comes back at lower scales is another. {_LOOK_FOR_NAN}"
         )
+
+
+def _was_ended_by_the_scale(run: "Summary") -> bool:
+    """Whether NaN came with overflows, each of which a lower scale ended.
+
+    A NaN of the forward pass comes back at every scale, so that the scale falls.
+    """
+    infinite, nan = (run.causes.get(cause, 0) for cause in ("inf", "nan"))
+    lowered = run.skipped <= run.backoffs <= run.growths
+    return nan <= infinite and lowered and not run.alarms
 
 
 def _about_skips(run: "Summary") -> Iterator[str]:

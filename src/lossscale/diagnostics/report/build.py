@@ -4,6 +4,9 @@
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
 
 from lossscale.core import validation
 from lossscale.diagnostics.records.reader import OnProgress, read_run
@@ -56,10 +59,40 @@ def build_report(
             message = f"{message} Write build_report([{os.fspath(paths)!r}])."
         raise SettingError(message)
     runs = [read_run(path, on_progress=on_progress) for path in paths]
-    summaries = [summarize_run(run) for run in runs]
+    titles = _tell_apart([run.title for run in runs], [run.path for run in runs])
+    summaries = [
+        replace(summarize_run(run), title=title)
+        for run, title in zip(runs, titles, strict=True)
+    ]
     if format == "html":
         return make_page(runs, summaries)
     return make_markdown(summaries) if format == "md" else _make_json(summaries)
+
+
+def _tell_apart(titles: Sequence[str], paths: Sequence[Path]) -> list[str]:
+    """Return titles, with what differs in the paths of those that are the same."""
+    found = list(titles)
+    for title in {*titles}:
+        same = [index for index, other in enumerate(titles) if other == title]
+        differing = _differing_parts([paths[index] for index in same])
+        for index, part in zip(same, differing, strict=True):
+            found[index] = f"{title} ({part})" if part else title
+    return found
+
+
+def _differing_parts(paths: Sequence[Path]) -> list[str]:
+    """Return what is between the folders and the names that all paths share."""
+    parts = [path.absolute().parts for path in paths]
+    start = _count_shared(parts)
+    parts = [part[start:] for part in parts]
+    end = _count_shared([part[::-1] for part in parts])
+    return ["/".join(part[: len(part) - end]) for part in parts]
+
+
+def _count_shared(rows: Sequence[Sequence[str]]) -> int:
+    """Return how many entries are the same at the start of all rows."""
+    shared = takewhile(lambda entries: len({*entries}) == 1, zip(*rows, strict=False))
+    return len(list(shared))
 
 
 def _make_json(summaries: Sequence[Summary]) -> str:
