@@ -25,7 +25,7 @@ class ArgumentBlock:
     """The arguments of a kernel in memory, and the addresses that the driver reads."""
 
     def __init__(self, types: Sequence[str]) -> None:
-        """Make room for arguments.
+        """Allocate memory for arguments.
 
         Args:
             types: Triton's names of their types, such as "*fp32" and "i32";
