@@ -213,9 +213,12 @@
   }
 
   function describeRange(views) {
-    const widths = views.flatMap((view) => Array.from(view.first, (first, i) => view.last[i] - first + 1));
-    const widest = Math.max(1, ...widths.filter((value) => !Number.isNaN(value)));
-    const points = widest === 1 ? "every step" : `up to ${whole(widest)} steps a point, with their extremes`;
+    const widths = views.flatMap((view) => Array.from(view.first, (first, i) => view.last[i] - first + 1))
+      .filter((value) => !Number.isNaN(value));
+    const widest = Math.max(1, ...widths);
+    // The last one of each run may be narrower.
+    const most = widths.filter((value) => value < widest).length > views.length ? "up to " : "";
+    const points = widest === 1 ? "every step" : `${most}${whole(widest)} steps a point, with their extremes`;
     return `Steps ${whole(range.from)} to ${whole(range.to)} of ${whole(lastStep)}, ${points}` +
       (widest > 2 * views[0].width ? "; this page has no finer ones here" : "");
   }
