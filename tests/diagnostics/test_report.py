@@ -703,3 +703,14 @@ def test_a_file_that_is_not_a_run_is_one_error(tmp_path):
     path.write_text("hello\n")
     with pytest.raises(StateError, match="is not a recorded run"):
         build_report([path])
+
+
+def test_an_infinite_loss_is_named_by_its_advice(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with Recorder(path) as recorder:
+        for step in range(1, 20):
+            recorder.record(
+                step=step, scale=8.0, applied=False, cause="loss", loss=math.inf
+            )
+    text = build_report([path], format="md")
+    assert "a loss that is not finite, does not come from the scale" in text

@@ -75,7 +75,10 @@ _ADVICE = {
         "lower the learning rate, or keep the layers named below in float32 or "
         "bfloat16."
     ),
-    "nan": (f"NaN without an infinity does not come from the scale. {_LOOK_FOR_NAN}"),
+    "nan": (
+        "NaN without an infinity, or a loss that is not finite, does not come from the "
+        f"scale. {_LOOK_FOR_NAN}"
+    ),
 }
 _NAN_LATER = (
     "NaN came after the first alarm: by then the weights were broken, and no scale "
