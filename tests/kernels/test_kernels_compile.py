@@ -202,9 +202,8 @@ def test_an_update_compiles_into_straight_line_code(number):
     assert "div.full.f32" not in text
 
 
-def test_an_update_of_a_fixed_scale_leaves_the_scale_alone():
-    switches = dict.fromkeys(Switches._fields, False)
-    text = ptx(
+def compile_update_of_a_fixed_scale(**constants):
+    return ptx(
         scale_update.update_scale,
         UPDATE,
         90,
@@ -212,28 +211,19 @@ def test_an_update_of_a_fixed_scale_leaves_the_scale_alone():
         too_large_at=8,
         multiplies_in_float64=False,
         may_be_held_by_loss=False,
-        notes_loss=False,
-        copies=False,
+        **constants,
         moves=False,
-        **switches,
+        **dict.fromkeys(Switches._fields, False),
     )
+
+
+def test_an_update_of_a_fixed_scale_leaves_the_scale_alone():
+    text = compile_update_of_a_fixed_scale(notes_loss=False, copies=False)
     assert 3 == len(re.findall(r"st\.global", text))
 
 
 def test_an_update_that_copies_the_summary_writes_it_after_the_loss():
-    text = ptx(
-        scale_update.update_scale,
-        UPDATE,
-        90,
-        skipped_at=0,
-        too_large_at=8,
-        multiplies_in_float64=False,
-        may_be_held_by_loss=False,
-        notes_loss=True,
-        copies=True,
-        moves=False,
-        **dict.fromkeys(Switches._fields, False),
-    )
+    text = compile_update_of_a_fixed_scale(notes_loss=True, copies=True)
     before, barrier, after = text.partition("bar.sync")
     assert barrier
     assert 4 == len(re.findall(r"st\.global", before))  # three counters and the loss

@@ -490,3 +490,19 @@ def test_the_largest_magnitude_of_complex_gradients_is_their_absolute_value():
     assert 5.0 == norm
     expected = torch.tensor([1.2 + 1.6j, 0.4 + 0j], dtype=torch.complex64)
     torch.testing.assert_close(weight.grad, expected)
+
+
+def test_an_overflow_after_unscaling_is_reported_at_the_scale_of_the_loss():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = ls.GradScaler("cpu", init_scale=1024.0, names=[("weight", weight)])
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.scale(torch.ones(()))
+    weight.grad[1] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+    report = scaler.last_step
+    assert ("inf", 1024.0, None) == (report.reason, report.scale, report.amax)
+    assert {"weight": "inf"} == report.nonfinite
+    assert [1.0, 1.0] == weight.tolist()

@@ -152,6 +152,14 @@ class GradientSummary:
         else:
             self.numbers[TOO_LARGE].copy_(flag)
 
+    def replace_scale(self, other: "GradientSummary") -> None:
+        """Take over the scale of another summary; both are on the host.
+
+        The largest magnitude does not refer to it, and counts as not measured.
+        """
+        self.numbers[SCALE] = float(other.numbers[SCALE])
+        self.numbers[AMAX] = NOT_MEASURED
+
     def to_buffer(self) -> torch.Tensor:
         """Return the numbers as one tensor, which this summary has from now on."""
         if isinstance(self.numbers, list):

@@ -52,6 +52,8 @@ class DevicePlan(NamedTuple):
     """For each of them, by its id, what its row was made from."""
     positions: list[int | None]
     """For each of them, which of all gradients is its own; `None` if it has none."""
+    has_all: bool
+    """Whether each of them has a gradient."""
     is_whole: bool
     """Whether the gradients of the tables are all gradients, in their order."""
 
@@ -198,7 +200,7 @@ class StepPlan:
                 optimizer.param_groups,
                 grad_scale,
                 found_inf,
-                has_all=None not in plan.positions,
+                has_all=plan.has_all,
                 write_back=write_back,
                 measure=measurement is not None,
             )
@@ -346,8 +348,9 @@ def _plan_device(
         indices[id(member.param)] if id(member.param) in with_grad else None
         for member in members
     ]
+    has_all = None not in positions
     is_whole = positions == list(range(len(params)))
-    return DevicePlan(tables, members, signatures, positions, is_whole)
+    return DevicePlan(tables, members, signatures, positions, has_all, is_whole)
 
 
 def _find_members_without_grad(

@@ -157,8 +157,11 @@ class GradientChecker:
         step.grad_scale, step.inspection, step.clipped = clipping
         second = step.summary
         if summary is not None and second is not None:
-            names_new = second.is_on_host and second.skips_step()
-            step.summary = second if names_new else summary
+            if second.is_on_host and second.skips_step():
+                # It names what has overflowed since, of gradients that are unscaled.
+                second.replace_scale(summary)
+            else:
+                step.summary = summary
         for device, flag in found_before.items():
             if device in found_inf:
                 new_flag = found_inf[device].reshape(flag.shape)
