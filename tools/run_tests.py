@@ -67,6 +67,7 @@ SUITES = {
             "tests/kernels/test_scaler_interpreted.py",
             "tests/kernels/test_statistics_interpreted.py",
             "tests/kernels/test_optim_interpreted.py",
+            "tests/kernels/test_norms_interpreted.py",
             "tests/kernels/test_policies_interpreted.py",
         ),
         {"TRITON_INTERPRET": "1"},

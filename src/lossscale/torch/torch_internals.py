@@ -86,6 +86,21 @@ is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
 """Whether an operator writes to one of its arguments."""
 
 
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Returns how many modes see every operator: fake tensors, tracers, counters."""
+
+has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether the code runs inside a transform of `torch.func`."""
+
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Whether the code is traced by `torch.jit.trace`, or exported to ONNX by it."""
+
+
+def forward_derivatives() -> bool:
+    """Whether the code runs inside `torch.autograd.forward_ad.dual_level`."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def uncoalesced_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a sparse tensor, whether it is coalesced or not."""
     return tensor._values()

@@ -54,16 +54,53 @@ class WeightDtype(NamedTuple):
         return param.dtype
 
 
+class BorderCasts(NamedTuple):
+    """The casts around a module that stays in float32."""
+
+    inside: WeightDtype
+    """The dtype of its own weights."""
+    outside: WeightDtype
+    """The dtype of the weights around it."""
+
+    def cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in the dtype of the module."""
+        return _cast(tensor, UP_TO_FLOAT32, self.inside.read())
+
+    def cast_output(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in the dtype outside."""
+        return _cast(tensor, UP_TO_FLOAT32, self.outside.read())
+
+
 class _CastInputs:
     """A hook that casts what goes into a module."""
 
-    def __init__(self, sources: frozenset[torch.dtype], target: WeightDtype) -> None:
+    def __init__(
+        self,
+        sources: frozenset[torch.dtype],
+        target: WeightDtype,
+        takes_narrow: bool = False,
+    ) -> None:
+        """Remember the dtypes.
+
+        Args:
+            sources: What is cast.
+            target: What it is cast to.
+            takes_narrow: Whether a GPU needs no cast of 16 bits to float32.
+        """
         self._sources, self._target = sources, target
+        self._takes_narrow = takes_narrow
         self.handle: RemovableHandle | None = None
 
     def __call__(self, _: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         target = self._target.read()
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            if (
+                self._takes_narrow
+                and args[0].is_cuda
+                and args[0].dtype in NARROW
+                and target is torch.float32
+            ):
+                return args, kwargs
             # Most layers; walking through what may be nested takes twice as long.
             return (_cast(args[0], self._sources, target),), kwargs
         return cast_nested((args, kwargs), self._sources, target)
@@ -98,17 +135,24 @@ def cast_around_model(model: torch.nn.Module, weights: WeightDtype) -> None:
     _register(model, _CastInputs(UP_TO_FLOAT64, weights), _CastOutputs(NARROW, results))
 
 
-def cast_around_kept(
-    module: torch.nn.Module, weights: WeightDtype, outside: WeightDtype
-) -> None:
+def cast_around_kept(module: torch.nn.Module, casts: BorderCasts) -> None:
     """Cast what goes into a kept module to its own dtype, and its results back.
 
     float64 is left alone: code in there that computes in float64 does so on purpose.
     """
     _register(
         module,
-        _CastInputs(UP_TO_FLOAT32, weights),
-        _CastOutputs(UP_TO_FLOAT32, outside),
+        _CastInputs(UP_TO_FLOAT32, casts.inside, _takes_narrow(module)),
+        _CastOutputs(UP_TO_FLOAT32, casts.outside),
+    )
+
+
+def _takes_narrow(module: torch.nn.Module) -> bool:
+    """Whether torch computes a layer in float32 from inputs of 16 bits, on a GPU."""
+    return type(module) in (
+        torch.nn.BatchNorm1d,
+        torch.nn.BatchNorm2d,
+        torch.nn.BatchNorm3d,
     )
 
 

@@ -16,11 +16,17 @@ from lossscale.core.validation import check_bool, format_value
 from lossscale.errors import SettingError, SettingTypeError
 from lossscale.torch.half_precision.casts import (
     NARROW,
+    BorderCasts,
     WeightDtype,
     cast_around_kept,
     cast_around_model,
     has_casts,
     remove_casts,
+)
+from lossscale.torch.half_precision.mixed_norms import (
+    is_mixed,
+    make_mixed,
+    make_plain,
 )
 from lossscale.torch.half_precision.range import keep_out_of_range
 from lossscale.torch.half_precision.selection import (
@@ -97,7 +103,7 @@ def to_float16(
     selection.keep_named(keep_float32)
     if keep_normalisation:
         selection.keep_normalisation()
-    if any(has_casts(module) for module in model.modules()):
+    if any(has_casts(module) or is_mixed(module) for module in model.modules()):
         message = "The model was converted before. Call to_float32(model) first."
         raise SettingError(message)
     keep_out_of_range(selection)
@@ -138,6 +144,7 @@ def to_float32(model: torch.nn.Module) -> None:
     for module in model.modules():
         _convert(module, NARROW, torch.float32)
         remove_casts(module)
+        make_plain(module)
 
 
 def _check_model(function: str, model: object) -> None:
@@ -181,7 +188,9 @@ def _add_casts(
     for part in dict.fromkeys(borders):
         if part not in models:
             own = WeightDtype.of_first(list(part.modules()), torch.float32)
-            cast_around_kept(part, own, weights)
+            casts = BorderCasts(own, weights)
+            if not make_mixed(part, casts):
+                cast_around_kept(part, casts)
 
 
 def _report(selection: Selection, kept: dict[str, torch.nn.Module]) -> Conversion:

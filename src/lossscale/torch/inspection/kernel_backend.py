@@ -36,6 +36,13 @@ def is_available(device: torch.device) -> bool:
     return not reason
 
 
+def is_usable(device: torch.device) -> bool:
+    """The same as `is_available`, for code that does not read gradients: no warning."""
+    if device.type == "cpu":
+        return is_interpreted()
+    return device.type == "cuda" and not _reason_against()
+
+
 def can_read(grad: torch.Tensor) -> bool:
     """Whether the kernels can read a plain gradient: dense, real, without gaps."""
     return (

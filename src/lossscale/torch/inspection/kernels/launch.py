@@ -69,6 +69,7 @@ class KernelLauncher:
         constants: tuple[object, ...],
         *,
         fuses: bool = True,
+        warps: int = WARPS,
     ) -> None:
         """Launch a kernel.
 
@@ -78,6 +79,7 @@ class KernelLauncher:
             arguments: Tensors and numbers, in the kernel's order.
             constants: The compile-time constants that come after them.
             fuses: Whether a product and a sum may be rounded once instead of twice.
+            warps: How many warps a program has; the same for the same constants.
         """
         key = (id(kernel), constants)
         compiled = self._compiled.get(key)
@@ -85,7 +87,7 @@ class KernelLauncher:
             compiled.launch(programs, arguments, constants)
             return
         result = kernel[(programs,)](
-            *arguments, *constants, num_warps=WARPS, enable_fp_fusion=fuses
+            *arguments, *constants, num_warps=warps, enable_fp_fusion=fuses
         )
         if result is not None:  # the interpreter compiles nothing
             self._compiled[key] = CompiledKernel(result, len(arguments))
