@@ -19,12 +19,12 @@ from lossscale.torch.half_precision.mixed_norms import MixedLayerNorm, MixedRMSN
 
 FLOAT16, FLOAT32, FLOAT64 = torch.float16, torch.float32, torch.float64
 LAYERS = {
-    "LayerNorm": lambda size: nn.LayerNorm(size),
+    "LayerNorm": nn.LayerNorm,
     "LayerNorm without bias": lambda size: nn.LayerNorm(size, bias=False),
     "LayerNorm without weights": lambda size: nn.LayerNorm(
         size, elementwise_affine=False
     ),
-    "RMSNorm": lambda size: nn.RMSNorm(size),
+    "RMSNorm": nn.RMSNorm,
     "RMSNorm, epsilon": lambda size: nn.RMSNorm(size, eps=1e-3),
     "RMSNorm without weights": lambda size: nn.RMSNorm(size, elementwise_affine=False),
 }
@@ -190,7 +190,12 @@ def check_memory_formats(device):
     mixed = convert(make_layer(nn.LayerNorm, 8, device)).to(device)
     base = make_rows((10, 24), device)
     odd = make_rows((81,), device)[1:].view(10, 8)
-    for rows in (base[:, 3:11], base.t()[:8].t()[:, :8], odd, base[:1, :8].expand(6, 8)):
+    for rows in (
+        base[:, 3:11],
+        base.t()[:8].t()[:, :8],
+        odd,
+        base[:1, :8].expand(6, 8),
+    ):
         grads = make_rows((rows.shape[0], 16), device, seed=2)[:, ::2]
         expected = run(mixed, rows.contiguous(), grads.contiguous())
         mixed.zero_grad()
@@ -274,6 +279,23 @@ def check_bfloat16(device):
     assert bool((error <= 0.51 * unit(wide, torch.bfloat16)).all())
 
 
+def run_under_transforms(layer, rows):
+    """Return the results of a layer under what sees its operators, by name."""
+    traced = torch.jit.trace(layer, rows, check_trace=False)
+    results = {
+        "compile": torch.compile(layer, backend="eager", fullgraph=True)(rows),
+        "vmap": torch.vmap(layer)(rows),
+        "jvp": torch.func.jvp(layer, (rows,), (rows,))[0],
+        "trace": traced(rows),
+    }
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        results["mode"] = layer(rows)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(rows, rows)
+        results["dual"] = torch.autograd.forward_ad.unpack_dual(layer(dual)).primal
+    return results
+
+
 def check_left_to_torch(device):
     """Compilers, tracers, transforms and modes see torch's operators."""
     mixed = convert(make_layer(nn.LayerNorm, 8, device)).to(device)
@@ -283,20 +305,9 @@ def check_left_to_torch(device):
     )
     counts = Counts()
     try:
-        results = {
-            "compile": torch.compile(mixed, backend="eager", fullgraph=True)(rows),
-            "vmap": torch.vmap(mixed)(rows),
-            "jvp": torch.func.jvp(mixed, (rows,), (rows,))[0],
-        }
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is deprecated
-            traced = torch.jit.trace(mixed, rows, check_trace=False)
-            results["trace"] = traced(rows)
-        with torch.utils.flop_counter.FlopCounterMode(display=False):
-            results["mode"] = mixed(rows)
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(rows, rows)
-            results["dual"] = torch.autograd.forward_ad.unpack_dual(mixed(dual)).primal
+            warnings.simplefilter("ignore")  # torch's own, that tracing is deprecated
+            results = run_under_transforms(mixed, rows)
     finally:
         counts.close()
     assert 0 == counts.calls
@@ -313,7 +324,9 @@ def check_batch_norm(device):
     model.layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     rows, grads = (make_rows((5, 6, 9, 9), device, seed=seed) for seed in (1, 2))
     actual = run(model.layer, rows, grads)
-    assert (FLOAT16 if torch.device(device).type == "cuda" else FLOAT32) == seen[0].dtype
+    assert (FLOAT16 if torch.device(device).type == "cuda" else FLOAT32) == seen[
+        0
+    ].dtype
     expected = run(plain.double(), rows.double(), grads.double())
     for index, (want, have) in enumerate(zip(expected, actual, strict=True)):
         allowed = 1e-5 * want.abs().max()
@@ -337,8 +350,9 @@ def checks(device, *, large=False) -> Iterable[tuple[str, Callable[[], None]]]:
                 lambda m=make, s=shape, z=size: check_layer(m, s, z, device),
             )
     for name, (shape, size) in shapes.items():
-        yield f"repeatable, {name}", lambda s=shape, z=size: check_repeatable(
-            s, z, device
+        yield (
+            f"repeatable, {name}",
+            lambda s=shape, z=size: check_repeatable(s, z, device),
         )
     for check in (
         check_not_finite,
@@ -359,11 +373,11 @@ def main(device) -> int:
     for name, check in checks(device, large=True):
         try:
             check()
-        except Exception as error:  # noqa: BLE001 - the others are wanted
+        except Exception as error:  # noqa: BLE001, PERF203  # all of them are reported
             failed += 1
-            print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
+            print(f"FAILED {name}: {type(error).__name__}: {error}")  # noqa: T201
     total = len(list(checks(device, large=True)))
-    print(f"{total - failed} of {total} checks passed")
+    print(f"{total - failed} of {total} checks passed")  # noqa: T201
     return 1 if failed else 0
 
 

@@ -283,6 +283,9 @@ def replaced(device, setting):
         )
     yield f"reset {setting}", lambda: check_reset(device, setting)
     yield f"freed {setting}", lambda: check_freed(device, setting)
+    yield f"freed at once {setting}", lambda: check_freed_at_once(device, setting)
+    yield f"held {setting}", lambda: check_held(device, setting)
+    yield f"noted {setting}", lambda: check_noted(device, setting)
     yield f"resting {setting}", lambda: check_replaced_at_rest(device, setting)
 
 
@@ -496,6 +499,78 @@ def check_reset(device, setting):
         set_grads(Twins.params(one), 2)
         one.step()
     check_equal(tensors_of(fresh), tensors_of(optimizer))
+
+
+def check_held(device, setting):
+    """What was read of the state may be moved at any time, as long as it is held."""
+
+    def train(*, moves):
+        params = make_params(FLOAT16, [(70,), (5,)], device)
+        optimizer = setting.ours(params, master_weights=True)
+        for number in range(2):
+            set_grads(params, number)
+            optimizer.step()
+        entry = optimizer.state[params[0]]
+        name = next(reversed(entry))
+        held = entry[name] if moves else None
+        del entry
+        for number in range(2, 6):
+            if moves and number == 4:  # two steps after it was read
+                held.data = held.data.clone()
+            set_grads(params, number)
+            optimizer.step()
+        return optimizer
+
+    check_equal(tensors_of(train(moves=False)), tensors_of(train(moves=True)))
+
+
+def check_noted(device, setting):
+    """Reading the state is noted, until no other code has anything of it."""
+    params = make_params(FLOAT16, [(70,), (5,)], device)
+    optimizer = setting.ours(params, master_weights=True)
+
+    def step():
+        set_grads(params, 1)
+        optimizer.step()
+        return optimizer.state_was_read
+
+    for _ in range(3):  # torch takes a first step that is dampened
+        step()
+    assert [False, False] == [step(), step()]
+    readers = {
+        "state": lambda: optimizer.state,
+        "an entry": lambda: optimizer.state[params[1]],
+        "a tensor": lambda: next(iter(optimizer.state[params[0]].values())),
+        "an iterator": lambda: iter(optimizer.state.items()),
+        "a state dict": optimizer.state_dict,
+        "masters": lambda: list(optimizer.master_parameters()),
+    }
+    for name, read in readers.items():
+        held = read()
+        assert [True, True] == [step(), step()], name
+        del held
+        gc.collect()
+        assert [False, False] == [step(), step()], name
+    optimizer.load_state_dict(optimizer.state_dict())
+    gc.collect()
+    assert [False, False] == [(step(), step())[1], step()]
+
+
+def check_freed_at_once(device, setting):
+    """State that other code has replaced is freed before the next step."""
+    params = make_params(FLOAT16, [(70,), (5,)], device)
+    optimizer = setting.ours(params, master_weights=True)
+    for number in range(3):
+        set_grads(params, number)
+        optimizer.step()
+    names = [name for name in optimizer.state[params[0]] if name != "step"]
+    replaced = [
+        weakref.ref(optimizer.state[param][name]) for param in params for name in names
+    ]
+    replace_state(optimizer, params, "a copy on the host")
+    gc.collect()
+    assert names
+    assert not any(known() is not None for known in replaced)
 
 
 def check_freed(device, setting):

@@ -1,59 +1,101 @@
-"""The arguments of a launch by CUDA's driver, as the driver reads them."""
+"""A launch by CUDA's driver: the arguments as a driver reads them."""
 
 import ctypes
 import struct
 
 import pytest
 
+torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from lossscale.torch.inspection.kernels.driver import (
-    ArgumentBlock,
-    prepare_launch,
+from lossscale.torch import native  # noqa: E402
+from lossscale.torch.inspection.kernels.driver import prepare_launch  # noqa: E402
+
+DRIVER = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    *[ctypes.c_uint] * 7,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
 )
+SIZES = {"P": 8, "i": 4, "q": 8, "f": 4, "d": 8}
 
 
-def read(block, at, size):
-    """Return the bytes at the address of an argument."""
-    return ctypes.string_at(block.pointers[at], size)
+@pytest.fixture
+def host():
+    built = native.load()
+    if built is None:
+        pytest.skip("host.c could not be built: there is no C compiler")
+    return built
 
 
-def test_every_argument_is_where_its_address_says():
-    block = ArgumentBlock(["*fp32", "i32", "fp32", "*i64", "i64", "fp64"])
-    block.write([2**63 + 8, -5, 0.1, 24, -(2**40), 0.1])
-    assert struct.pack("<Q", 2**63 + 8) == read(block, 0, 8)
-    assert struct.pack("<i", -5) == read(block, 1, 4)
-    assert struct.pack("<f", 0.1) == read(block, 2, 4)
-    assert struct.pack("<Q", 24) == read(block, 3, 8)
-    assert struct.pack("<q", -(2**40)) == read(block, 4, 8)
-    assert struct.pack("<d", 0.1) == read(block, 5, 8)
+def launch(host, codes, arguments, status=0):
+    """Launch by a function that reads what a driver does.
+
+    Returns:
+        The status; the numbers; and the bytes of each argument, then those of the
+        memory that Triton may want.
+    """
+    seen = []
+    sizes = [SIZES[code] for code in codes if code != "x"] + [8, 8]
+
+    def driver(*received):
+        function, *shape, stream, pointers, extra = received
+        assert extra is None
+        seen.append((function, shape, stream))
+        seen.append([ctypes.string_at(pointers[i], x) for i, x in enumerate(sizes)])
+        return status
+
+    callback = DRIVER(driver)
+    address = ctypes.cast(callback, ctypes.c_void_p).value
+    numbers = address, 2**40 + 1, 7, 128, 64, 2**41
+    result = host.launch(*numbers, codes.encode(), arguments)
+    return result, *seen
 
 
-def test_the_memory_that_triton_may_want_is_none():
-    block = ArgumentBlock(["*fp32"])
-    block.write([7])
-    assert 3 == len(block.pointers)
-    assert bytes(16) == read(block, 1, 8) + read(block, 2, 8)
+def test_every_argument_is_where_its_address_says(host):
+    arguments = (2**63 + 8, -5, 0.1, 24, -(2**40), 0.1)
+    status, (function, shape, stream), slots = launch(host, "PifPqd", arguments)
+    assert (0, 2**40 + 1, 2**41) == (status, function, stream)
+    assert [7, 1, 1, 128, 1, 1, 64] == shape
+    expected = ["<Q", "<i", "<f", "<Q", "<q", "<d"]
+    for form, number, actual in zip(expected, arguments, slots, strict=False):
+        assert struct.pack(form, number) == actual
+    assert [bytes(8), bytes(8)] == slots[6:]
 
 
-def test_what_was_compiled_into_the_kernel_is_left_out():
-    block = ArgumentBlock(["*fp32", "constexpr", "i32"])
-    block.write([16, 1, 3])
-    assert struct.pack("<i", 3) == read(block, 1, 4)
+def test_a_tensor_is_given_by_its_address(host):
+    tensors = (torch.zeros(5)[2:], torch.nn.Parameter(torch.zeros(3)))
+    _, _, slots = launch(host, "PP", tensors)
+    assert [struct.pack("<Q", x.data_ptr()) for x in tensors] == slots[:2]
 
 
-def test_arguments_are_written_again_to_the_same_addresses():
-    block = ArgumentBlock(["*fp32", "fp32"])
-    addresses = list(block.pointers)
-    for number in (1.5, float("inf")):
-        block.write([32, number])
-        assert struct.pack("<f", number) == read(block, 1, 4)
-    assert addresses == list(block.pointers)
+def test_what_was_compiled_into_the_kernel_is_left_out(host):
+    _, _, slots = launch(host, "Pxi", (16, 1, 3))
+    assert [struct.pack("<Q", 16), struct.pack("<i", 3), bytes(8), bytes(8)] == slots
 
 
-def test_a_number_that_does_not_fit_is_refused():
-    with pytest.raises(struct.error):
-        ArgumentBlock(["i32"]).write([2**31])
+def test_what_the_driver_says_is_returned(host):
+    assert 719 == launch(host, "f", (float("inf"),), status=719)[0]
+
+
+@pytest.mark.parametrize(
+    ("codes", "arguments", "error"),
+    [
+        ("i", (2**31,), OverflowError),
+        ("i", (-(2**31) - 1,), OverflowError),
+        ("q", (2**63,), OverflowError),
+        ("P", (-1,), OverflowError),
+        ("P", (None,), RuntimeError),
+        ("f", ("1",), TypeError),
+        ("ff", (1.0,), TypeError),
+        ("f" * 49, (1.0,) * 49, TypeError),
+    ],
+)
+def test_what_cannot_be_an_argument_is_refused(host, codes, arguments, error):
+    with pytest.raises(error):
+        host.launch(0, 0, 1, 1, 0, 0, codes.encode(), arguments)
 
 
 def test_another_version_of_triton_launches_by_itself():

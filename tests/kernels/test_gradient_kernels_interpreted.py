@@ -73,9 +73,18 @@ def test_alignment_is_checked_again_whenever_the_gradients_move():
     tables = tables_of([memory[:8], memory[8:16]])
     seen = []
     for first, second in ((0, 8), (0, 9), (1, 12), (4, 20)):
-        tables.set_addresses([memory[first : first + 8], memory[second : second + 8]])
+        grads = [memory[first : first + 8], memory[second : second + 8]]
+        tables.set_addresses(grads, None)
         seen.append(bool(tables.is_aligned))
     assert [True, False, False, True] == seen
+
+
+def test_addresses_are_copied_when_their_version_is_another_one():
+    memory = torch.zeros(40)
+    tables = tables_of([memory[:8], memory[8:16]])
+    for version, first, expected in ((1, 0, 0), (1, 16, 0), (2, 16, 16), (None, 0, 0)):
+        tables.set_addresses([memory[first:][:8], memory[first + 8 :][:8]], version)
+        assert memory[expected:].data_ptr() == tables.pointers[0].item()
 
 
 @pytest.mark.parametrize("write", [False, True])

@@ -46,12 +46,6 @@ unflatten: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] 
 )
 """Returns views of such a tensor, of the shapes of the tensors that it was made of."""
 
-all_addresses_equal: (
-    Callable[[Sequence[torch.Tensor], list[int], list[int]], bool] | None
-)
-all_addresses_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-"""Compares many addresses in C++; present only in builds with CUDA."""
-
 current_cuda_device: Callable[[], int]
 current_cuda_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 

@@ -16,7 +16,7 @@ import torch
 from lossscale.errors import ContextError
 from lossscale.torch.devices import is_capturing
 from lossscale.torch.inspection import eager, host, kernel_backend
-from lossscale.torch.inspection.layout_cache import layout_of
+from lossscale.torch.inspection.layout_cache import layout_of, version_of
 from lossscale.torch.inspection.request import LIMITS, InspectionRequest
 from lossscale.torch.inspection.summary import (
     FOUND_INF,
@@ -191,7 +191,11 @@ class GradientGroups:
                     number = number.to(group.device, non_blocking=True)
                 inverted = gradient_scale.scale is None
                 buffer = group.kernels.measure(
-                    group_grads, number, group_request, inverted=inverted
+                    group_grads,
+                    number,
+                    group_request,
+                    inverted=inverted,
+                    version=version_of(self.layout),
                 )
             else:
                 bounds = [self.bounds[index] for index in group.indices]
@@ -258,7 +262,7 @@ class GradientGroups:
                 continue
             number = factor.to(group.device, non_blocking=True)
             if group.kernels is not None:
-                group.kernels.multiply_(group_grads, number)
+                group.kernels.multiply_(group_grads, number, version_of(self.layout))
             else:
                 eager.multiply_(group_grads, number)
 

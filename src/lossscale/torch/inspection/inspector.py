@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from lossscale.torch import native
 from lossscale.torch.distributed.consensus import Number
 from lossscale.torch.distributed.dtensor import local_shard, redistribute_grads
 from lossscale.torch.distributed.rank_groups import RankGroups
@@ -46,11 +47,17 @@ class Inspection:
     found_inf: FoundInf
     collected: Collected
 
-    def rescale_(self) -> None:
-        """Multiply the gradients by clip factor and inverse scale, in place."""
+    def rescale_(self, *, later: bool = False) -> None:
+        """Multiply the gradients by clip factor and inverse scale, in place.
+
+        Args:
+            later: Whether other code may have moved the gradients since.
+        """
         grads, groups, _ = self.collected
         if groups is None:
             return
+        if later and not groups.layout.check(*grads):
+            groups = GradientGroups(grads, [])
         factor = self.summary.numbers[FACTOR]
         reader = groups.dense_reader
         if reader is not None and isinstance(factor, float):
@@ -87,12 +94,7 @@ class GradientInspector:
             has_shards = new_plan is not None and new_plan.has_dtensors
         else:
             has_shards = False
-        grads = [
-            grad
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if (grad := param.grad) is not None
-        ]
+        grads = read_present_grads(optimizer)
         if has_shards:
             grads = list(map(local_shard, grads))
         if not grads:
@@ -112,7 +114,7 @@ class GradientInspector:
                 self._groups[optimizer] = groups
         if groups.has_sparse:
             grads = _coalesce_grads(optimizer)
-        states_seen = len(optimizer.state) if hasattr(optimizer, "state") else 0
+        states_seen = _count_states(optimizer)
         if groups.states_seen != states_seen and not groups.is_foreign:
             # The bounds depend on the dtypes of the state, which the first step makes.
             with_grad = [p for p in params_of(optimizer) if p.grad is not None]
@@ -198,6 +200,19 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def read_present_grads(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the gradients that there are, in the order of the parameters."""
+    host = native.host
+    if host is None:
+        return [
+            grad
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if (grad := param.grad) is not None
+        ]
+    return [grad for grad in host.read_grads(params_of(optimizer)) if grad is not None]
+
+
 def has_grads(optimizer: torch.optim.Optimizer) -> bool:
     """Whether any parameter of an optimizer has a gradient."""
     for group in optimizer.param_groups:
@@ -205,6 +220,18 @@ def has_grads(optimizer: torch.optim.Optimizer) -> bool:
             if param.grad is not None:
                 return True
     return False
+
+
+def _count_states(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many parameters have a state.
+
+    Not by `optimizer.state`, where it can be helped: our optimizers compare all of it
+    after other code has read that.
+    """
+    attributes = getattr(optimizer, "__dict__", {})
+    if "state" in attributes:
+        return len(attributes["state"])
+    return len(optimizer.state) if hasattr(optimizer, "state") else 0
 
 
 def _coalesce_grads(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -216,7 +243,7 @@ def _coalesce_grads(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     for param in params:
         if param.grad is not None and param.grad.is_sparse:
             param.grad = param.grad.coalesce()
-    return [param.grad for param in params if param.grad is not None]
+    return read_present_grads(optimizer)
 
 
 _has_process_groups: Callable[[], bool] = (

@@ -2,16 +2,19 @@
 """Whether a list of tensors is laid out as an earlier one was, asked at every step.
 
 With two thousand gradients, reading one attribute of each costs a tenth of a
-millisecond, as much as reading small gradients does. torch's compiler has a guard in
-C++ that compares type, dtype, device, shape and strides of all of them at once. It is
-not public, so it is tried before it is trusted, and there is a slower way without it.
+millisecond, as much as reading small gradients does. Where kernels run, the host's code
+in C compares type, dtype, device, shape, strides and address of all of them at once.
+Elsewhere torch's compiler has a guard in C++ that compares the same but the address. It
+is not public, so it is tried before it is trusted, and there is a slower way without.
 """
 
+from itertools import count
 from typing import Protocol
 
 import torch
 
-from lossscale.torch import torch_internals
+from lossscale.torch import native, torch_internals
+from lossscale.torch.inspection import kernel_backend
 
 
 class Layout(Protocol):
@@ -22,8 +25,19 @@ class Layout(Protocol):
         ...
 
 
+def version_of(layout: Layout) -> int | None:
+    """Return a number for the addresses that tensors had at the last check.
+
+    No other addresses have it, of whatever tensors. `None` if they are not compared.
+    """
+    return layout.version if isinstance(layout, _Record) else None
+
+
 def layout_of(tensors: list[torch.Tensor]) -> Layout:
     """Return what recognizes lists of tensors that are laid out as these are."""
+    host = _host_for(tensors)
+    if host is not None:
+        return _Record(host, tensors)
     guard = _guard_class()
     has_duplicates = len({id(tensor) for tensor in tensors}) < len(tensors)
     all_strided = all(tensor.layout is torch.strided for tensor in tensors)
@@ -31,6 +45,72 @@ def layout_of(tensors: list[torch.Tensor]) -> Layout:
     if guard is None or has_duplicates or not all_strided:
         return _Fingerprint(tensors)
     return _make_guard(guard, tensors)
+
+
+def _host_for(tensors: list[torch.Tensor]) -> native.Host | None:
+    """Return the host's code if it can record tensors."""
+    if not tensors or not kernel_backend.is_usable(tensors[0].device):
+        return None
+    return native.load() if all(map(_is_plain, tensors)) else None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the host's code sees all of a tensor that matters.
+
+    It does not see the shard of a DTensor, nor whether elements are negated or
+    conjugated when they are read. Of a sparse tensor it sees nothing.
+    """
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+class Placement:
+    """Where a list of tensors is, and how it is laid out."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._host = _host_for(tensors)
+        if self._host is not None:
+            self._record = self._host.record(tensors)
+            return
+        self._layout = layout_of(tensors)
+        self._addresses = _addresses_of(tensors)
+
+    def is_same(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether tensors have the layout of the first ones, and their addresses."""
+        if self._host is not None:
+            return self._host.compare(tensors, self._record) == native.SAME
+        return (
+            self._layout.check(*tensors) and _addresses_of(tensors) == self._addresses
+        )
+
+
+def _addresses_of(tensors: list[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
+_versions = count()
+
+
+class _Record:
+    """A record of the host's code."""
+
+    def __init__(self, host: native.Host, tensors: list[torch.Tensor]) -> None:
+        self._host = host
+        self._record = host.record(tensors)
+        self.version = next(_versions)
+
+    def check(self, *tensors: torch.Tensor) -> bool:
+        """Whether tensors have this layout."""
+        change = self._host.compare(tensors, self._record)
+        if change == native.MOVED:
+            self._record = self._host.record(tensors)
+            self.version = next(_versions)
+        return change != native.CHANGED
 
 
 class _Fingerprint:

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`KeptTensors`: the state whose addresses the kernels have, recognized at every step.
+"""`KeptTensors`: the state whose addresses the kernels have, recognized between steps.
 
 Code that moves the state to the host between steps, or resets it, puts other tensors
-into `optimizer.state`; from then on the kernels must update those.
+into `optimizer.state`, or other memory into its tensors. From then on the kernels must
+update those. Only code that has read `optimizer.state` can do that, which the
+optimizers note (`ScaledOptimizer.state`). After it was read the tensors are compared at
+every step, until no other code has any of them. Nothing here holds a tensor: memory
+that other code frees is free.
 """
 
-import operator
+import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -14,8 +19,8 @@ import torch
 
 from lossscale.errors import StateError
 from lossscale.torch.distributed.dtensor import as_dtensor, local_shard
+from lossscale.torch.inspection.layout_cache import Placement
 from lossscale.torch.optim.identity import are_identical
-from lossscale.torch.torch_internals import all_addresses_equal
 
 State: TypeAlias = Mapping[torch.Tensor, Mapping[str, Any]]
 """The state of an optimizer: what is kept for each parameter, by name."""
@@ -27,61 +32,88 @@ class KeptTensors:
     def __init__(
         self, state: State, params: Iterable[torch.Tensor], names: tuple[str, ...]
     ) -> None:
-        """Remember the tensors.
+        """Remember where the tensors are.
 
         Args:
             state: The state of the optimizer.
             params: The parameters that the kernels update.
             names: What the kernels may read or write of their state.
         """
-        self._state = state
         self._params = list(state)
-        self._entries = list(state.values())
-        self._copies = list(map(dict, self._entries))
-        """What each entry holds."""
-        known = [state.get(param, {}) for param in params]
-        # Name by name: a loop in C over two thousand parameters takes 40 microseconds.
-        self._columns: list[tuple[itemgetter[str], list[Any], list[Any]]] = []
-        self._tensors: list[torch.Tensor] = []
+        index_of = {id(param): index for index, param in enumerate(self._params)}
+        known = [index_of[id(param)] for param in params if id(param) in index_of]
+        entries = list(state.values())
+        self._columns: list[tuple[itemgetter[str], list[int]]] = []
+        """What is kept under each name, and for which entries of the state."""
         for name in names:
-            entries = [entry for entry in known if name in entry]
-            tensors = [entry[name] for entry in entries]
-            if entries:
-                self._columns.append((itemgetter(name), entries, tensors))
-            self._tensors += [x for x in tensors if isinstance(x, torch.Tensor)]
-        self._has_shards = any(
-            as_dtensor(tensor) is not None for tensor in self._tensors
-        )
-        self._addresses = self._find_addresses()
-        self._indices = list(range(len(self._tensors)))
+            indices = [
+                index
+                for index in known
+                if isinstance(entries[index].get(name), torch.Tensor)
+            ]
+            if indices:
+                self._columns.append((itemgetter(name), indices))
+        tensors = self._list(state)
+        self._has_shards = any(as_dtensor(tensor) is not None for tensor in tensors)
+        self._placement = Placement(self._local(tensors))
 
     def are_in(self, state: State) -> bool:
-        """Whether an optimizer keeps these tensors still, where they were."""
-        if state is not self._state or not are_identical(list(state), self._params):
-            return False
-        # A third of the time of the loops below, which know what matters.
-        if are_identical(list(state.values()), self._copies):
-            return self._have_addresses()
-        if not all(map(operator.is_, state.values(), self._entries)):
+        """Whether an optimizer keeps tensors like these, at the same addresses."""
+        if not are_identical(list(state), self._params):
             return False
         try:
-            for getter, entries, tensors in self._columns:
-                if not all(map(operator.is_, map(getter, entries), tensors)):
-                    return False
+            tensors = self._list(state)
         except KeyError:
             return False
-        self._copies = list(map(dict, self._entries))
-        return self._have_addresses()
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            return False
+        return self._placement.is_same(self._local(tensors))
 
-    def _have_addresses(self) -> bool:
-        """Whether the tensors have the memory that they had: `.data` may be another."""
-        if all_addresses_equal is not None and not self._has_shards:
-            return all_addresses_equal(self._tensors, self._addresses, self._indices)
-        return self._find_addresses() == self._addresses
+    def _list(self, state: State) -> list[torch.Tensor]:
+        """Return the tensors, name by name."""
+        entries = list(state.values())
+        tensors: list[torch.Tensor] = []
+        for getter, indices in self._columns:
+            tensors += map(getter, map(entries.__getitem__, indices))
+        return tensors
 
-    def _find_addresses(self) -> list[int]:
-        tensors = map(local_shard, self._tensors) if self._has_shards else self._tensors
-        return list(map(torch.Tensor.data_ptr, tensors))
+    def _local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list(map(local_shard, tensors)) if self._has_shards else tensors
+
+
+def is_held(attributes: Mapping[str, Any]) -> bool:
+    """Whether other code has the state of an optimizer, an entry or a tensor of it.
+
+    Args:
+        attributes: `vars()` of the optimizer.
+    """
+    counts = _count_references(attributes)
+    return any(
+        found > own for found, own in zip(counts, _own_references(), strict=True)
+    )
+
+
+def _count_references(attributes: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return how many references there are: to a state, to an entry and to a tensor."""
+    state = attributes["state"]
+    entries = list(state.values())
+    values = [value for entry in entries for value in entry.values()]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    del values
+    return (
+        sys.getrefcount(state),
+        max(map(sys.getrefcount, entries), default=0),
+        max(map(sys.getrefcount, tensors), default=0),
+    )
+
+
+@cache
+def _own_references() -> tuple[int, int, int]:
+    """Return the same of a state that no other code has; it depends on Python."""
+    entries = {index: {"kept": torch.empty(0, device="cpu")} for index in range(2)}
+    attributes = {"state": entries}
+    del entries
+    return _count_references(attributes)
 
 
 UPDATED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -6,9 +6,9 @@ gradients are divided, and `found_inf`, which skips the step; without them it is
 step of torch's class. Gradients are not written to unless `write_back` asks for it.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from lossscale.core import validation
 from lossscale.core.statistics import UpdateStatistics
 from lossscale.core.validation import format_value
 from lossscale.errors import SettingError
+from lossscale.torch import native
 from lossscale.torch.devices import disable_compile, is_capturing
 from lossscale.torch.distributed.dtensor import local_shard
 from lossscale.torch.optim.eager import HostScale, read_scale, write_weight
@@ -35,8 +36,6 @@ from lossscale.torch.scaler.param_names import ParamNames
 
 if TYPE_CHECKING:
     from lossscale.torch.optim.kernels.tables import Row, Tables
-
-_grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
 
 class Options(NamedTuple):
@@ -87,8 +86,10 @@ class ScaledOptimizer(torch.optim.Optimizer):
 
     _options = Options()
     _plan: StepPlan | None = None
-    _captured_tables: "tuple[Tables, ...]" = ()
-    """What CUDA graphs read, also when the next step has other tables."""
+    _captured: tuple[object, ...] = ()
+    """What CUDA graphs use, also when the next step has other tables and tensors."""
+    state_was_read = True
+    """Whether other code may have put tensors of the state elsewhere."""
     _loading: Mapping[str, Any] | None = None
     """The state dict that is being loaded."""
     _requested: UpdateMeasurement | None = None
@@ -127,7 +128,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
         self, params: list[torch.Tensor], measurement: UpdateMeasurement | None
     ) -> None:
         """Update what the kernels can update, and the rest by torch's functions."""
-        grads = list(map(_grad_of, params))
+        grads = native.read_grads(params)
         plan = self._plan
         if plan is None or not plan.fits(self, params, grads):
             if all(grad is None for grad in grads):
@@ -288,6 +289,22 @@ class ScaledOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """What is kept for each parameter, in a dictionary, as in torch.
+
+        Reading it is noted: until then no other code can have put the tensors
+        elsewhere, and a step need not look where thousands of them are.
+        """
+        self.state_was_read = True
+        state: defaultdict[torch.Tensor, Any] = vars(self)["state"]
+        return state
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
+        self.state_was_read = True
+        vars(self)["state"] = state
+
     # -- what the plan of a step asks --------------------------------------------------
 
     def group_key(self, group: Mapping[str, Any]) -> tuple[object, ...]:
@@ -310,10 +327,9 @@ class ScaledOptimizer(torch.optim.Optimizer):
         """Whether everything is there that a row of the kernels' tables needs."""
         raise NotImplementedError
 
-    def keep_tables(self, tables: "Tables") -> None:
-        """Keep tables that a CUDA graph reads, for as long as the optimizer is."""
-        if tables not in self._captured_tables:
-            self._captured_tables = (*self._captured_tables, tables)
+    def keep_for_graph(self, *used: object) -> None:
+        """Keep what a CUDA graph reads and writes, for as long as the optimizer is."""
+        self._captured = (*self._captured, used)
 
     def make_row(
         self, param: torch.Tensor, number: int, grad_dtype: torch.dtype

@@ -20,11 +20,14 @@ from lossscale.errors import ContextError
 from lossscale.torch.devices import is_capturing
 from lossscale.torch.distributed.dtensor import as_dtensor, local_shard
 from lossscale.torch.inspection import kernel_backend
-from lossscale.torch.inspection.layout_cache import layout_of
+from lossscale.torch.inspection.layout_cache import Placement, layout_of, version_of
 from lossscale.torch.optim.identity import are_identical
-from lossscale.torch.optim.kept_tensors import UPDATED_DTYPES, KeptTensors
+from lossscale.torch.optim.kept_tensors import (
+    UPDATED_DTYPES,
+    KeptTensors,
+    is_held,
+)
 from lossscale.torch.optim.measurement import UpdateMeasurement, describe_weight
-from lossscale.torch.torch_internals import all_addresses_equal
 
 if TYPE_CHECKING:
     from lossscale.torch.optim.kernels.tables import Row, Tables
@@ -85,11 +88,10 @@ class StepPlan:
         self._params = params
         self._present = [i for i, grad in enumerate(grads) if grad is not None]
         present = [grad for grad in grads if grad is not None]
-        self._layout = layout_of([*present, *params])
+        self._grads_layout = layout_of(present)
         self._keys = _keys_of(optimizer)
         self._has_shards = any(as_dtensor(param) is not None for param in params)
-        self._addresses = self._addresses_of(params)
-        self._indices = list(range(len(params)))
+        self._placement = Placement(self._local(params))
         self.eager: dict[int, list[torch.Tensor]] = {}
         """The parameters that torch updates, by the index of their group."""
         self.is_final = True
@@ -144,26 +146,31 @@ class StepPlan:
             missing = len(grads) - len(present)
             if sum(map(operator.is_, grads, repeat(None))) != missing:
                 return False
+        if version_of(self._grads_layout) is None and any(
+            map(operator.is_, present, repeat(None))
+        ):
+            return False  # torch's guard asks for tensors
         return (
             are_identical(params, self._params)
-            and all(map(operator.is_not, present, repeat(None)))
             and self._keys == _keys_of(optimizer)
-            and self._layout.check(*present, *params)  # type: ignore[arg-type]
-            and self._has_addresses(params)
-            and self._kept.are_in(optimizer.state)
+            and self._grads_layout.check(*present)  # type: ignore[arg-type]
+            and self._placement.is_same(self._local(params))
+            and self._has_kept(optimizer)
         )
 
-    def _has_addresses(self, params: list[torch.Tensor]) -> bool:
-        """Whether the parameters are where they were."""
-        if all_addresses_equal is not None and not self._has_shards:
-            return all_addresses_equal(params, self._addresses, self._indices)
-        return self._addresses_of(params) == self._addresses
+    def _has_kept(self, optimizer: "ScaledOptimizer") -> bool:
+        """Whether the optimizer keeps the same tensors as when this plan was made."""
+        if not optimizer.state_was_read:
+            return True
+        attributes = vars(optimizer)
+        if not self._kept.are_in(attributes["state"]):
+            return False
+        optimizer.state_was_read = is_held(attributes)
+        return True
 
-    def _addresses_of(self, params: list[torch.Tensor]) -> list[int]:
-        """Return the addresses of parameters, of a DTensor that of its shard."""
-        if self._has_shards:
-            params = list(map(local_shard, params))
-        return list(map(torch.Tensor.data_ptr, params))
+    def _local(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return parameters, of DTensors the shards of this rank."""
+        return list(map(local_shard, params)) if self._has_shards else params
 
     def run(
         self,
@@ -201,6 +208,7 @@ class StepPlan:
                 grad_scale,
                 found_inf,
                 has_all=plan.has_all,
+                version=version_of(self._grads_layout),
                 write_back=write_back,
                 measure=measurement is not None,
             )
@@ -214,7 +222,12 @@ class StepPlan:
                 ]
                 measurement.add(weights, *measured)
             if is_capturing(plan.tables.device):
-                optimizer.keep_tables(plan.tables)
+                kept = [
+                    value
+                    for member in plan.members
+                    for value in optimizer.state[member.param].values()
+                ]
+                optimizer.keep_for_graph(plan.tables, kept)
 
 
 def _keys_of(optimizer: "ScaledOptimizer") -> list[object]:

@@ -2,95 +2,53 @@
 """`DriverLaunch`: launches a compiled kernel by CUDA's driver itself.
 
 Triton's own launch converts every argument again, in Python and in C, which takes
-several times as long as the driver needs. The driver is given the addresses of the
-arguments: here these stay the same, and a launch writes the arguments to them.
+several times as long as the driver needs.
 """
 
 import ctypes
 import sys
 from collections.abc import Sequence
 from functools import cache
-from struct import Struct
 from typing import Any
 
-_CODES = {"i32": "i4x", "i64": "q", "fp32": "f4x", "fp64": "d"}
-"""How arguments of 8 bytes each are written, by Triton's name of their type."""
+from lossscale.torch import native
 
-_SCRATCH = 2
-"""After its own arguments a kernel has up to so many pointers to memory that Triton
-allocates; the kernels here need none."""
-
-
-class ArgumentBlock:
-    """The arguments of a kernel in memory, and the addresses that the driver reads."""
-
-    def __init__(self, types: Sequence[str]) -> None:
-        """Allocate memory for arguments.
-
-        Args:
-            types: Triton's names of their types, such as "*fp32" and "i32";
-                "constexpr" for what was compiled into the kernel.
-        """
-        runtime_arguments = [
-            index for index, kind in enumerate(types) if kind != "constexpr"
-        ]
-        self._runtime_arguments = (
-            runtime_arguments if len(runtime_arguments) < len(types) else None
-        )
-        codes = [
-            "Q" if types[index][0] == "*" else _CODES[types[index]]
-            for index in runtime_arguments
-        ]
-        self._layout = Struct("<" + "".join(codes))
-        slots = len(runtime_arguments) + _SCRATCH
-        self._memory = ctypes.create_string_buffer(8 * slots)
-        first = ctypes.addressof(self._memory)
-        self.pointers = (ctypes.c_void_p * slots)(*range(first, first + 8 * slots, 8))
-
-    def write(self, arguments: Sequence[object]) -> None:
-        """Write addresses and numbers."""
-        if self._runtime_arguments is not None:
-            arguments = [arguments[index] for index in self._runtime_arguments]
-        self._layout.pack_into(self._memory, 0, *arguments)
+_CODES = {"i32": "i", "i64": "q", "fp32": "f", "fp64": "d", "constexpr": "x"}
+"""The character for a type in `native.Host.launch`, by Triton's name of it."""
 
 
 class DriverLaunch:
-    """A compiled kernel with its arguments.
+    """A compiled kernel that the driver launches."""
 
-    Not for several threads at a time, as the optimizers and scalers that launch are
-    not either.
-    """
-
-    def __init__(self, compiled: Any, types: Sequence[str], launch: Any) -> None:
+    def __init__(
+        self, compiled: Any, types: Sequence[str], host: native.Host, driver: int
+    ) -> None:
         """Prepare what is the same at every launch.
 
         Args:
             compiled: Triton's compiled kernel.
-            types: The types of its arguments, without the compile-time constants.
-            launch: The driver's function.
+            types: Triton's names of the types of its arguments, such as "*fp32".
+            host: What launches.
+            driver: The address of the driver's function.
         """
-        self._block = ArgumentBlock(types)
-        self._call = launch
-        one, threads = ctypes.c_uint(1), 32 * compiled.metadata.num_warps
-        self._function = ctypes.c_void_p(compiled.function)
-        self._shape = one, one, ctypes.c_uint(threads), one, one
-        self._shared = ctypes.c_uint(compiled.metadata.shared)
-        self._stream = 0
-        self._stream_argument = ctypes.c_void_p(0)
+        self._launch = host.launch
+        self._driver, self._function = driver, compiled.function
+        self._threads = 32 * compiled.metadata.num_warps
+        self._shared = compiled.metadata.shared
+        codes = ["P" if name[0] == "*" else _CODES[name] for name in types]
+        self._codes = "".join(codes).encode()
 
-    def launch(self, programs: int, stream: int, arguments: Sequence[object]) -> bool:
+    def launch(self, programs: int, stream: int, arguments: tuple[object, ...]) -> bool:
         """Launch the kernel on a stream; whether the driver has accepted it."""
-        self._block.write(arguments)
-        if stream != self._stream:
-            self._stream, self._stream_argument = stream, ctypes.c_void_p(stream)
-        status: int = self._call(
+        status = self._launch(
+            self._driver,
             self._function,
             programs,
-            *self._shape,
+            self._threads,
             self._shared,
-            self._stream_argument,
-            self._block.pointers,
-            None,
+            stream,
+            self._codes,
+            arguments,
         )
         return status == 0
 
@@ -115,19 +73,20 @@ def prepare_launch(compiled: Any, count: int) -> DriverLaunch | None:
             # A sanitizer adds arguments of its own.
             and not getattr(compiled.run, "gsan_enabled", False)
         )
-        launch = _find_launch()
-        if launch is None or not is_plain:
+        host, driver = native.load(), _find_driver()
+        if host is None or driver is None or not is_plain:
             return None
-        return DriverLaunch(compiled, types, launch)
+        return DriverLaunch(compiled, types, host, driver)
     except (AttributeError, KeyError):  # another version of Triton
         return None
 
 
 @cache
-def _find_launch() -> Any:
-    """Return the driver's function that launches; `None` if there is none."""
+def _find_driver() -> int | None:
+    """Return the address of the driver's function that launches, if there is one."""
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
-        return ctypes.CDLL(name).cuLaunchKernel
+        function = ctypes.CDLL(name).cuLaunchKernel
     except (OSError, AttributeError):
         return None
+    return ctypes.cast(function, ctypes.c_void_p).value

@@ -26,7 +26,6 @@ from lossscale.torch.inspection.kernels.driver import prepare_launch
 from lossscale.torch.inspection.request import LIMITS, InspectionRequest
 from lossscale.torch.inspection.summary import HEADER
 from lossscale.torch.torch_internals import (
-    all_addresses_equal,
     current_cuda_device,
     current_raw_stream,
 )
@@ -125,20 +124,24 @@ class CompiledKernel:
         constants: tuple[object, ...],
     ) -> None:
         """Launch it on the current stream of the current device."""
-        # Not isinstance(), which takes several times as long for a number.
-        addresses = [
-            argument.data_ptr() if type(argument) is torch.Tensor else argument
-            for argument in arguments
-        ]
         if current_raw_stream is not None and not _is_profiled():
             stream = current_raw_stream(current_cuda_device())
             by_driver = self._by_driver
             if by_driver is None:
+                addresses = _addresses_of(arguments)
                 self._run(programs, 1, 1, stream, *self._first, *addresses, *constants)
                 return
-            if by_driver.launch(programs, stream, addresses):
+            if by_driver.launch(programs, stream, arguments):
                 return
-        self._compiled[programs, 1, 1](*addresses, *constants)
+        self._compiled[programs, 1, 1](*_addresses_of(arguments), *constants)
+
+
+def _addresses_of(arguments: tuple[object, ...]) -> list[object]:
+    """Return arguments with the addresses of tensors in their place."""
+    return [
+        argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+        for argument in arguments
+    ]
 
 
 def _is_profiled() -> bool:
@@ -213,17 +216,19 @@ class Tables:
         """The first arguments of every kernel that reads the gradients."""
         self.is_aligned = False
         self._addresses: list[int] = []
-        self._all_indices = list(range(self.tensors))
+        self._version: int | None = None
 
-    def set_addresses(self, grads: list[torch.Tensor]) -> None:
-        """Copy the addresses of the gradients to the device if they changed."""
+    def set_addresses(self, grads: list[torch.Tensor], version: int | None) -> None:
+        """Copy the addresses of the gradients to the device if they changed.
+
+        Args:
+            grads: The gradients.
+            version: What `version_of` says of them.
+        """
         old_addresses = self._addresses
-        if (
-            old_addresses
-            and all_addresses_equal is not None
-            and all_addresses_equal(grads, old_addresses, self._all_indices)
-        ):
+        if old_addresses and version is not None and version == self._version:
             return
+        self._version = version
         addresses = list(map(torch.Tensor.data_ptr, grads))
         if addresses == old_addresses:
             return
@@ -296,6 +301,7 @@ class GroupKernels(KernelLauncher):
         request: InspectionRequest,
         *,
         inverted: bool,
+        version: int | None = None,
     ) -> torch.Tensor:
         """Return the buffer of a summary.
 
@@ -304,8 +310,9 @@ class GroupKernels(KernelLauncher):
             scale: The scale that they carry: one float32 number, on that device.
             request: What to measure.
             inverted: Whether `scale` is the inverse.
+            version: What `version_of` says of the gradients.
         """
-        tables = self._tables_of(grads)
+        tables = self._tables_of(grads, version)
         buffer = tables.new_summary()
         with device_context(tables.device):
             if tables.chunks:
@@ -350,9 +357,20 @@ class GroupKernels(KernelLauncher):
             )
         return buffer
 
-    def multiply_(self, grads: list[torch.Tensor], factor: torch.Tensor) -> None:
-        """Multiply the gradients by one float32 number of their device, in place."""
-        tables = self._tables_of(grads)
+    def multiply_(
+        self,
+        grads: list[torch.Tensor],
+        factor: torch.Tensor,
+        version: int | None = None,
+    ) -> None:
+        """Multiply the gradients by one float32 number of their device, in place.
+
+        Args:
+            grads: The gradients.
+            factor: The number.
+            version: What `version_of` says of the gradients.
+        """
+        tables = self._tables_of(grads, version)
         if tables.chunks:
             with device_context(tables.device):
                 self.launch(
@@ -362,7 +380,7 @@ class GroupKernels(KernelLauncher):
                     (tables.dtype, tables.is_mixed, tables.is_aligned, BLOCK, LOOPS),
                 )
 
-    def _tables_of(self, grads: list[torch.Tensor]) -> Tables:
+    def _tables_of(self, grads: list[torch.Tensor], version: int | None) -> Tables:
         """Return the tables, with the present addresses of the gradients."""
         tables = self._tables
         in_graph = is_capturing(grads[0].device)
@@ -373,5 +391,5 @@ class GroupKernels(KernelLauncher):
                 self._kept_tables.append(tables)
             else:
                 self._tables = tables
-        tables.set_addresses(grads)
+        tables.set_addresses(grads, version)
         return tables

@@ -6,7 +6,6 @@ from array import array
 import torch
 
 from lossscale.torch.optim.kernels.host_copies import copy_later
-from lossscale.torch.torch_internals import all_addresses_equal
 
 
 class GradientAddresses:
@@ -16,25 +15,27 @@ class GradientAddresses:
         self.table = torch.zeros(count, dtype=torch.int64, device=device)
         self.is_aligned = False
         self._known: list[int] | None = None
-        self._indices = list(range(count))
+        self._version: int | None = None
         self._pinned: torch.Tensor | None = None
 
-    def set(self, grads: list[torch.Tensor | None], *, has_all: bool) -> None:
+    def set(
+        self,
+        grads: list[torch.Tensor | None],
+        *,
+        has_all: bool,
+        version: int | None = None,
+    ) -> None:
         """Copy the addresses of gradients if they changed; 0 where there is none.
 
         Args:
             grads: The gradients.
-            has_all: Whether none of them is `None`, which torch's function refuses.
+            has_all: Whether none of them is `None`.
+            version: What `version_of` says of them.
         """
         known = self._known
-        if (
-            has_all
-            and known is not None
-            and len(known) == len(grads)
-            and all_addresses_equal is not None
-            and all_addresses_equal(grads, known, self._indices)  # type: ignore[arg-type]
-        ):
+        if known is not None and version is not None and version == self._version:
             return
+        self._version = version
         addresses = _addresses_of(grads, has_all=has_all)
         if addresses == known:
             return

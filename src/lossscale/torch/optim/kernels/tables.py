@@ -83,7 +83,7 @@ class Tables:
             rows: The parameters.
             groups: How many parameter groups there are.
         """
-        self.rows = list(rows)
+        self._count = len(rows)
         self.device = rows[0].param.device
         self._block = BLOCK
         counts = [row.param.numel() for row in rows]
@@ -152,6 +152,7 @@ class Tables:
         found_inf: torch.Tensor | None,
         *,
         has_all: bool,
+        version: int | None = None,
         write_back: bool,
         measure: bool = False,
     ) -> MeasuredRows | None:
@@ -163,6 +164,7 @@ class Tables:
             grad_scale: What divides the gradients, if they are scaled.
             found_inf: 1.0 to skip the step, else 0.0.
             has_all: Whether every row has a gradient.
+            version: What `version_of` says of the gradients.
             write_back: Whether to write the unscaled gradients.
             measure: Whether to measure what is added to the weights.
 
@@ -173,16 +175,16 @@ class Tables:
         addresses = self._grads
         if is_capturing(self.device):
             # A graph gets addresses of its own, which never change.
-            addresses = GradientAddresses(len(self.rows), self.device)
+            addresses = GradientAddresses(self._count, self.device)
             self._kept.append(addresses)
-        addresses.set(grads, has_all=has_all)
+        addresses.set(grads, has_all=has_all, version=version)
         scale = self._number(grad_scale, self._no_scale)
         flag = self._number(found_inf, self._no_flag)
         is_aligned = self._is_aligned and addresses.is_aligned
         sums = None
         if measure:
             sums = torch.zeros(
-                (len(self.rows), SUMS.value), dtype=torch.float64, device=self.device
+                (self._count, SUMS.value), dtype=torch.float64, device=self.device
             )
         with device_context(self.device):
             constants = (write_back, is_aligned, self._block, measure)
@@ -325,7 +327,7 @@ class AdamTables(Tables):
     ) -> None:
         self._launcher.launch(
             adam.prepare_adam,
-            -(-len(self.rows) // ROWS),
+            -(-self._count // ROWS),
             (
                 self._settings.table,
                 self._groups,
@@ -334,7 +336,7 @@ class AdamTables(Tables):
                 scale,
                 flag,
                 self._scalars,
-                len(self.rows),
+                self._count,
             ),
             (ROWS,),
         )
