@@ -102,6 +102,7 @@ SUITES = {
             "tests/kernels/test_rule_in_triton.py",
             "tests/kernels/test_kernels_compile.py",
             "tests/kernels/test_optim_compile.py",
+            "tests/kernels/test_norms_compile.py",
             "tests/kernels/test_driver.py",
         ),
         {},

@@ -532,7 +532,7 @@ def check_noted(device, setting):
     def step():
         set_grads(params, 1)
         optimizer.step()
-        return optimizer.state_was_read
+        return optimizer._state_was_read
 
     for _ in range(3):  # torch takes a first step that is dampened
         step()

@@ -23,6 +23,9 @@ def _small_tiles(monkeypatch):
     monkeypatch.setattr(launch, "TILE", 128)
     monkeypatch.setattr(launch, "PROGRAMS", 3)
     monkeypatch.setattr(launch, "SUM_TILE", 2)
+    monkeypatch.setattr(launch, "FEWEST", 2)
+    launch.find_tile.cache_clear()
+    launch.find_kernels.cache_clear()
     gpu_cases.exact_bfloat16(monkeypatch)
 
 

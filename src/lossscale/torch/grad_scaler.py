@@ -29,10 +29,10 @@ from lossscale.torch.devices import disable_compile
 from lossscale.torch.distributed.rank_groups import GroupsOrMeshes, parse_rank_groups
 from lossscale.torch.inspection.buffer_pools import PinnedPool
 from lossscale.torch.inspection.groups import FoundInf, invert
-from lossscale.torch.inspection.inspector import has_grads
 from lossscale.torch.inspection.request import InspectionRequest
 from lossscale.torch.inspection.statistics import StatisticsSampler
 from lossscale.torch.inspection.summary import GradientSummary
+from lossscale.torch.parameters import has_grads
 from lossscale.torch.scaler import (
     accumulation,
     attempts,

@@ -147,6 +147,12 @@ def cast_around_kept(module: torch.nn.Module, casts: BorderCasts) -> None:
     )
 
 
+def cast_outputs(module: torch.nn.Module, outside: WeightDtype) -> None:
+    """Cast what a kept module returns."""
+    hook = _CastOutputs(UP_TO_FLOAT32, outside)
+    hook.handle = module.register_forward_hook(hook)
+
+
 def _takes_narrow(module: torch.nn.Module) -> bool:
     """Whether torch computes a layer in float32 from inputs of 16 bits, on a GPU."""
     return type(module) in (

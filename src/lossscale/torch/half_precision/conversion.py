@@ -20,6 +20,7 @@ from lossscale.torch.half_precision.casts import (
     WeightDtype,
     cast_around_kept,
     cast_around_model,
+    cast_outputs,
     has_casts,
     remove_casts,
 )
@@ -184,6 +185,14 @@ def _add_casts(
     for part in models:
         if id(part) not in inside:
             cast_around_model(part, weights)
+    # torch's encoder reads the weights of its parts by itself in evaluation, unless a
+    # part has a hook.
+    fused = {
+        id(part)
+        for module in model.modules()
+        if isinstance(module, torch.nn.TransformerEncoderLayer)
+        for part in module.children()
+    }
     borders = [part for module in kept for part in parts_with_forward(module).values()]
     for part in dict.fromkeys(borders):
         if part not in models:
@@ -191,6 +200,8 @@ def _add_casts(
             casts = BorderCasts(own, weights)
             if not make_mixed(part, casts):
                 cast_around_kept(part, casts)
+            elif id(part) in fused:
+                cast_outputs(part, casts.outside)
 
 
 def _report(selection: Selection, kept: dict[str, torch.nn.Module]) -> Conversion:

@@ -7,6 +7,7 @@ that happens once. The arithmetic is the same: float32, rounded to float16 at th
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,11 @@ class RowNorm(NamedTuple):
     epsilon: float
     has_mean: bool
     """Whether the mean is subtracted: layer normalisation rather than RMS."""
+
+    @property
+    def columns(self) -> int:
+        """How many numbers are normalized together."""
+        return self.shape[0] if len(self.shape) == 1 else math.prod(self.shape)
 
     def compute(
         self,
@@ -78,7 +84,7 @@ def can_normalize(
         and inputs.layout is torch.strided
         and not inputs.is_nested
         and inputs.shape[-len(norm.shape) :] == norm.shape
-        and 0 < math.prod(norm.shape) <= _LONGEST
+        and 0 < norm.columns <= _LONGEST
         and inputs.numel() > 0
         and kernel_backend.is_usable(inputs.device)
         and _is_readable(weight, inputs.device)
@@ -128,45 +134,63 @@ class _Normalize(torch.autograd.Function):
     ) -> torch.Tensor:
         from lossscale.torch.half_precision.kernels import launch  # noqa: PLC0415
 
-        rows = _as_rows(inputs, norm)
-        outputs, statistics = launch.normalize(
-            rows, weight, bias, norm.epsilon, has_mean=norm.has_mean
+        rows, columns = _as_rows(inputs), norm.columns
+        kernels = launch.find_kernels(
+            launch.RowKind(
+                rows.device,
+                rows.dtype,
+                columns,
+                launch.find_tile(columns, rows.numel() // columns),
+                norm.epsilon,
+                norm.has_mean,
+                weight is not None,
+                bias is not None,
+            )
         )
+        outputs, statistics = kernels.normalize(rows, weight, bias)
         ctx.save_for_backward(inputs, weight, bias, statistics)
-        ctx.norm = norm
-        return outputs.view(inputs.shape)
+        ctx.norm, ctx.kernels = norm, kernels
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, output_grads: torch.Tensor) -> Any:
-        from lossscale.torch.half_precision.kernels import launch  # noqa: PLC0415
-
         inputs, weight, bias, statistics = ctx.saved_tensors
         wants_inputs, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        norm: RowNorm = ctx.norm
         if torch.is_grad_enabled():  # the gradients are to be differentiated again
             wanted = (wants_inputs, wants_weight, wants_bias)
             tensors = (inputs, weight, bias)
-            return *_differentiate(tensors, wanted, output_grads, ctx.norm), None
-        input_grads, weight_grad, bias_grad = launch.normalize_backward(
-            _as_rows(inputs, ctx.norm),
+            return *_differentiate(tensors, wanted, output_grads, norm), None
+        input_grads, totals = ctx.kernels.differentiate(
+            _as_rows(inputs),
             weight,
-            _as_rows(output_grads, ctx.norm),
+            _as_rows(output_grads),
             statistics,
-            has_mean=ctx.norm.has_mean,
-            wants_weight=wants_weight,
-            wants_bias=wants_bias,
+            (wants_weight, wants_bias),
         )
+        weight_grad = bias_grad = None
+        if totals is not None:
+            weight_grad, bias_grad = _split(totals, norm)
         return (
-            input_grads.view(inputs.shape) if wants_inputs else None,
-            None if weight_grad is None else weight_grad.view(ctx.norm.shape),
-            None if bias_grad is None else bias_grad.view(ctx.norm.shape),
+            input_grads if wants_inputs else None,
+            weight_grad if wants_weight else None,
+            bias_grad if wants_bias else None,
             None,
         )
 
 
-def _as_rows(tensor: torch.Tensor, norm: RowNorm) -> torch.Tensor:
-    """Return a tensor as rows without gaps, copied if they are not aligned."""
-    rows = tensor.reshape(-1, math.prod(norm.shape)).contiguous()
-    return rows.clone() if rows.data_ptr() % _ALIGNMENT else rows
+def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without gaps, copied if it has some or is not aligned."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
+
+
+def _split(totals: torch.Tensor, norm: RowNorm) -> Sequence[torch.Tensor]:
+    """Return the two rows of gradients in the shape of the weights."""
+    if totals.shape[1] != norm.columns:
+        totals = totals[:, : norm.columns]
+    grads = totals.unbind()
+    return grads if len(norm.shape) == 1 else [x.view(norm.shape) for x in grads]
 
 
 def _differentiate(

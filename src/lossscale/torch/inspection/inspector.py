@@ -23,6 +23,7 @@ from lossscale.torch.inspection.groups import FoundInf, GradientGroups, Gradient
 from lossscale.torch.inspection.ranked import RankContext, measure_over_ranks
 from lossscale.torch.inspection.request import InspectionRequest
 from lossscale.torch.inspection.summary import FACTOR, GradientSummary
+from lossscale.torch.parameters import params_of
 
 if TYPE_CHECKING:
     from lossscale.torch.inspection.kernels.launch import Tables
@@ -192,12 +193,7 @@ class GradientInspector:
         return Inspection(summary, found_inf, collected), loss_nonfinite
 
 
-# -- an optimizer's parameters ---------------------------------------------------------
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer, in the order of its groups."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
+# -- an optimizer's gradients ----------------------------------------------------------
 
 
 def read_present_grads(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -210,16 +206,7 @@ def read_present_grads(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
             for param in group["params"]
             if (grad := param.grad) is not None
         ]
-    return [grad for grad in host.read_grads(params_of(optimizer)) if grad is not None]
-
-
-def has_grads(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any parameter of an optimizer has a gradient."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                return True
-    return False
+    return host.read_grads(params_of(optimizer), False)
 
 
 def _count_states(optimizer: torch.optim.Optimizer) -> int:

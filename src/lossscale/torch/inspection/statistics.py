@@ -16,7 +16,8 @@ import torch
 from lossscale.core.statistics import TensorStatistics, UpdateStatistics
 from lossscale.torch.devices import is_capturing, send_to_host
 from lossscale.torch.inspection.groups import Group, to_dense
-from lossscale.torch.inspection.inspector import Collected, params_of
+from lossscale.torch.inspection.inspector import Collected
+from lossscale.torch.parameters import params_of
 
 
 class ExponentRange(NamedTuple):

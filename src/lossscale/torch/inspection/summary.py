@@ -231,11 +231,11 @@ class GradientSummary:
         numbers = self.numbers
         if isinstance(numbers, list):
             return numbers[FOUND_INF] != 0.0
-        return self._values()[FOUND_INF] != 0.0
+        return self._header()[FOUND_INF] != 0.0
 
     def on_host(self) -> HostSummary:
         """Return the numbers; waits for the device if they have not arrived."""
-        numbers = self._values()
+        numbers = self._header()
         loss, norm = numbers[LOSS], numbers[NORM]
         return HostSummary(
             finite=numbers[FOUND_INF] == 0.0,
@@ -277,15 +277,30 @@ class GradientSummary:
             self.amax_per_tensor, self.unread = self.unread(), None
         return self.amax_per_tensor or []
 
-    def _values(self) -> list[float]:
-        """Return all numbers as Python floats."""
+    def _header(self) -> list[float]:
+        """Return the numbers of all tensors together, as Python floats."""
         if isinstance(self.numbers, list):
             return self.numbers
         if self._event is None or self._copy is None:
-            current: list[float] = self.numbers.tolist()
+            current: list[float] = self.numbers[:HEADER].tolist()
             return current
         if self._arrived is None:
-            if not self._has_arrived:
-                self._event.synchronize()
-            self._arrived = self._copy.tolist()
+            self._wait(self._event)
+            self._arrived = self._copy[:HEADER].tolist()
         return self._arrived
+
+    def _values(self) -> list[float]:
+        """Return all numbers as Python floats, also those of each tensor."""
+        if isinstance(self.numbers, list):
+            return self.numbers
+        numbers = self.numbers
+        if self._event is not None and self._copy is not None:
+            self._wait(self._event)
+            numbers = self._copy
+        values: list[float] = numbers.tolist()
+        return values
+
+    def _wait(self, event: torch.cuda.Event) -> None:
+        if not self._has_arrived:
+            event.synchronize()
+            self._has_arrived = True

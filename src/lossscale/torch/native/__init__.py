@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Literal, Protocol, cast, overload
 
 import torch
 
@@ -24,8 +24,16 @@ SAME, MOVED, CHANGED = 0, 1, 2
 class Host(Protocol):
     """The functions of `host.c`."""
 
-    def read_grads(self, params: list[torch.Tensor], /) -> list[torch.Tensor | None]:
-        """Return `.grad` of every parameter."""
+    @overload
+    def read_grads(
+        self, params: Sequence[torch.Tensor], keeps_none: Literal[False], /
+    ) -> list[torch.Tensor]: ...
+    @overload
+    def read_grads(
+        self, params: Sequence[torch.Tensor], keeps_none: Literal[True], /
+    ) -> list[torch.Tensor | None]: ...
+    def read_grads(self, params: Sequence[torch.Tensor], keeps_none: bool, /) -> Any:
+        """Return `.grad` of every parameter, or of every one that has a gradient."""
         ...
 
     def record(self, tensors: Sequence[torch.Tensor], /) -> bytes:
@@ -80,7 +88,7 @@ class Host(Protocol):
 def read_grads(params: list[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return `.grad` of parameters, by `host.c` if it was loaded."""
     if host is not None:
-        return host.read_grads(params)
+        return host.read_grads(params, True)
     return list(map(_grad_of, params))
 
 

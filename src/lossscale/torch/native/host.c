@@ -41,27 +41,30 @@ static int require_sequence(PyObject *value) {
 
 /* -- gradients ----------------------------------------------------------------------- */
 
-static PyObject *read_grads(PyObject *self, PyObject *params) {
+static PyObject *read_grads(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
   (void)self;
-  if (!require_sequence(params)) return NULL;
-  PyObject *grads = PyList_New(PySequence_Fast_GET_SIZE(params));
+  if (nargs != 2 || !require_sequence(args[0])) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "expected two arguments");
+    return NULL;
+  }
+  PyObject *params = args[0];
+  int keeps_none = PyObject_IsTrue(args[1]);
+  if (keeps_none < 0) return NULL;
+  PyObject *grads = PyList_New(0);
   if (grads == NULL) return NULL;
-  /* Both lengths each time: an attribute may be code, and that may change the list. */
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(grads); i++) {
-    PyObject *grad = NULL;
-    if (i < PySequence_Fast_GET_SIZE(params)) {
-      PyObject *param = PySequence_Fast_GET_ITEM(params, i);
-      Py_INCREF(param);
-      grad = PyObject_GetAttr(param, grad_name);
-      Py_DECREF(param);
-    } else {
-      PyErr_SetString(PyExc_RuntimeError, "the list has changed");
-    }
-    if (grad == NULL) {
+  /* The length each time: an attribute may be code, and that may change the list. */
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params); i++) {
+    PyObject *param = PySequence_Fast_GET_ITEM(params, i);
+    Py_INCREF(param);
+    PyObject *grad = PyObject_GetAttr(param, grad_name);
+    Py_DECREF(param);
+    int failed = grad == NULL;
+    if (!failed && (keeps_none || grad != Py_None)) failed = PyList_Append(grads, grad);
+    Py_XDECREF(grad);
+    if (failed) {
       Py_DECREF(grads);
       return NULL;
     }
-    PyList_SET_ITEM(grads, i, grad);
   }
   return grads;
 }
@@ -228,7 +231,7 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 
 static PyMethodDef methods[] = {
     {"connect", connect, METH_O, NULL},
-    {"read_grads", read_grads, METH_O, NULL},
+    {"read_grads", (PyCFunction)(void (*)(void))read_grads, METH_FASTCALL, NULL},
     {"record", record, METH_O, NULL},
     {"compare", (PyCFunction)(void (*)(void))compare, METH_FASTCALL, NULL},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, NULL},

@@ -22,7 +22,7 @@ from lossscale.torch.devices import disable_compile, is_capturing
 from lossscale.torch.distributed.dtensor import local_shard
 from lossscale.torch.optim.eager import HostScale, read_scale, write_weight
 from lossscale.torch.optim.formulas import Kept
-from lossscale.torch.optim.kept_tensors import check_kept_tensor
+from lossscale.torch.optim.kept_tensors import KeptTensors, check_kept_tensor, is_held
 from lossscale.torch.optim.loaded_state import keep_dtypes
 from lossscale.torch.optim.masters import HALF, MASTER, export_weights, load_weights
 from lossscale.torch.optim.measurement import EagerUpdate, UpdateMeasurement
@@ -32,6 +32,7 @@ from lossscale.torch.optim.plan import (
     may_use_kernels,
     warn_of_loaded_choice,
 )
+from lossscale.torch.parameters import params_of
 from lossscale.torch.scaler.param_names import ParamNames
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
     _plan: StepPlan | None = None
     _captured: tuple[object, ...] = ()
     """What CUDA graphs use, also when the next step has other tables and tensors."""
-    state_was_read = True
+    _state_was_read = True
     """Whether other code may have put tensors of the state elsewhere."""
     _loading: Mapping[str, Any] | None = None
     """The state dict that is being loaded."""
@@ -114,7 +115,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = params_of(self)
         measurement = self._requested
         if measurement is not None:
             measurement = self._begin_measurement(params)
@@ -296,14 +297,28 @@ class ScaledOptimizer(torch.optim.Optimizer):
         Reading it is noted: until then no other code can have put the tensors
         elsewhere, and a step need not look where thousands of them are.
         """
-        self.state_was_read = True
+        self._state_was_read = True
         state: defaultdict[torch.Tensor, Any] = vars(self)["state"]
         return state
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
-        self.state_was_read = True
+        self._state_was_read = True
         vars(self)["state"] = state
+
+    def keeps(self, kept: KeptTensors) -> bool:
+        """Whether the tensors of the state are where they were.
+
+        Args:
+            kept: The tensors, at the step before.
+        """
+        if not self._state_was_read:
+            return True
+        attributes = vars(self)
+        if not kept.are_in(attributes["state"]):
+            return False
+        self._state_was_read = is_held(attributes)
+        return True
 
     # -- what the plan of a step asks --------------------------------------------------
 

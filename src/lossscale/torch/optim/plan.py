@@ -22,11 +22,7 @@ from lossscale.torch.distributed.dtensor import as_dtensor, local_shard
 from lossscale.torch.inspection import kernel_backend
 from lossscale.torch.inspection.layout_cache import Placement, layout_of, version_of
 from lossscale.torch.optim.identity import are_identical
-from lossscale.torch.optim.kept_tensors import (
-    UPDATED_DTYPES,
-    KeptTensors,
-    is_held,
-)
+from lossscale.torch.optim.kept_tensors import UPDATED_DTYPES, KeptTensors
 from lossscale.torch.optim.measurement import UpdateMeasurement, describe_weight
 
 if TYPE_CHECKING:
@@ -85,7 +81,7 @@ class StepPlan:
             previous: The plan before; its tables are used again if they have a row for
                 every parameter.
         """
-        self._params = params
+        self._params = list(params)
         self._present = [i for i, grad in enumerate(grads) if grad is not None]
         present = [grad for grad in grads if grad is not None]
         self._grads_layout = layout_of(present)
@@ -155,18 +151,8 @@ class StepPlan:
             and self._keys == _keys_of(optimizer)
             and self._grads_layout.check(*present)  # type: ignore[arg-type]
             and self._placement.is_same(self._local(params))
-            and self._has_kept(optimizer)
+            and optimizer.keeps(self._kept)
         )
-
-    def _has_kept(self, optimizer: "ScaledOptimizer") -> bool:
-        """Whether the optimizer keeps the same tensors as when this plan was made."""
-        if not optimizer.state_was_read:
-            return True
-        attributes = vars(optimizer)
-        if not self._kept.are_in(attributes["state"]):
-            return False
-        optimizer.state_was_read = is_held(attributes)
-        return True
 
     def _local(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return parameters, of DTensors the shards of this rank."""

@@ -17,7 +17,7 @@ from lossscale.torch.inspection.groups import (
     any_flag,
     invert,
 )
-from lossscale.torch.inspection.inspector import Collected, params_of
+from lossscale.torch.inspection.inspector import Collected
 from lossscale.torch.inspection.ranked import reduce_flags
 from lossscale.torch.inspection.request import LIMITS, InspectionRequest
 from lossscale.torch.inspection.summary import (
@@ -29,6 +29,7 @@ from lossscale.torch.inspection.summary import (
     TOO_LARGE,
 )
 from lossscale.torch.optim.optimizer import ScaledOptimizer
+from lossscale.torch.parameters import params_of
 from lossscale.torch.scaler.gradient_checker import (
     CallContext,
     GradientChecker,

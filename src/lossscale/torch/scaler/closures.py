@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lossscale.errors import ContextError
-from lossscale.torch.inspection.inspector import params_of
+from lossscale.torch.parameters import params_of
 from lossscale.torch.scaler.fused_optimizers import StepArguments
 from lossscale.torch.scaler.iteration import OptimizerStep
 from lossscale.torch.scaler.wrapped_optimizers import choose_stepped

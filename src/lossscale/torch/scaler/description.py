@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lossscale.core.policies import Policy
-from lossscale.torch.inspection.inspector import params_of
+from lossscale.torch.parameters import params_of
 from lossscale.torch.scaler.param_names import ParamNames
 from lossscale.torch.scaler.report import OptimizerOutcome
 

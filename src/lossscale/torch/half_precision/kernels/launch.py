@@ -1,160 +1,158 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the kernels that normalize rows."""
+"""`RowKernels`: the kernels that normalize rows of one kind, and their launches."""
 
-import threading
+from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from lossscale.torch.devices import device_context
 from lossscale.torch.half_precision.kernels import norms
-from lossscale.torch.inspection.kernels.launch import KernelLauncher
+from lossscale.torch.inspection.kernels.launch import KernelVariant
 
 TILE = 4096
-"""How many elements a tile has, if its rows are not wider than that."""
-PROGRAMS = 512
-"""Into how many parts the rows are divided for the gradients of the weights."""
+"""How many elements a tile has at the most, if its rows are not wider than that."""
+FEWEST = 32
+"""Rows are divided among so many programs at least, if there are so many."""
+PROGRAMS = 264
+"""Among so many at the most where the gradients of the weights are added up: two for
+each multiprocessor of an H200."""
 SUM_TILE, SUM_WIDTH = 64, 32
 """How many rows and columns of the sums a program adds up at a time."""
 
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-class Tiles(NamedTuple):
-    """How rows of some length are divided among programs."""
+class RowKind(NamedTuple):
+    """What the kernels are compiled for."""
 
+    device: torch.device
+    dtype: torch.dtype
     columns: int
-    width: int
-    """The next power of two."""
-    rows: int
-    """How many rows a tile has."""
-    warps: int
-
-    @classmethod
-    def of(cls, columns: int) -> "Tiles":
-        """Return the tiles for rows of a length."""
-        width = triton.next_power_of_2(columns)
-        rows = max(1, min(16, TILE // width))
-        return cls(columns, width, rows, max(4, min(16, width // 1024)))
-
-    def constants_for(self, dtype: torch.dtype) -> tuple[object, ...]:
-        """Return the compile-time constants that describe rows of a dtype."""
-        return _DTYPES[dtype], self.columns, self.width, self.rows
+    """How many numbers a row has."""
+    tile: int
+    """How many rows a program takes at a time."""
+    epsilon: float
+    """What is added to the variance."""
+    has_mean: bool
+    """Whether the mean is subtracted."""
+    has_weight: bool
+    has_bias: bool
 
 
-def normalize(
-    rows: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    epsilon: float,
-    *,
-    has_mean: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return normalized rows, and the statistics that the backward pass needs.
+@cache
+def find_tile(columns: int, count: int) -> int:
+    """Return how many rows a program takes at a time: a power of two.
 
     Args:
-        rows: Two dimensions, without gaps, aligned.
-        weight: What multiplies each column, in float32.
-        bias: What is added to each column, in float32.
-        epsilon: What is added to the variance.
-        has_mean: Whether the mean is subtracted.
+        columns: How many numbers a row has.
+        count: How many rows there are.
     """
-    count, columns = rows.shape
-    tiles = Tiles.of(columns)
-    outputs = torch.empty_like(rows)
-    statistics = torch.empty(
-        (2 if has_mean else 1) * count, dtype=torch.float32, device=rows.device
-    )
-    arguments = (rows, weight, bias, outputs, statistics)
-    constants = (*tiles.constants_for(rows.dtype), epsilon, has_mean)
-    with device_context(rows.device):
-        _launcher_of(rows.device).launch(
+    most = min(16, TILE // _width_of(columns), count // FEWEST)
+    return 1 << max(0, most.bit_length() - 1)
+
+
+def _width_of(columns: int) -> int:
+    """Return the next power of two."""
+    return 1 << (columns - 1).bit_length()
+
+
+class RowKernels:
+    """The kernels for rows of one kind."""
+
+    def __init__(self, kind: RowKind) -> None:
+        width = _width_of(kind.columns)
+        self._kind = kind
+        self._warps = max(4, min(16, width // 1024))
+        self._shape = (_DTYPES[kind.dtype], kind.columns, width, kind.tile)
+        self._forward = KernelVariant(
             norms.normalize,
-            triton.cdiv(count, tiles.rows),
-            (*_or_rows(arguments, rows), count),
-            (*constants, weight is not None, bias is not None),
-            warps=tiles.warps,
+            (*self._shape, kind.epsilon, *kind[-3:]),
+            warps=self._warps,
         )
-    return outputs, statistics
+        self._backward: dict[tuple[bool, bool], KernelVariant] = {}
+        # The gradients are aligned, so that an optimizer can read them quickly.
+        self._stride = -(-kind.columns // 4) * 4
+        sizes = (kind.columns, self._stride, SUM_TILE, SUM_WIDTH)
+        self._add = KernelVariant(norms.add_sums, sizes)
+        self._add_programs = 2 * -(-kind.columns // SUM_WIDTH)
+
+    def normalize(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return normalized rows, and the statistics that the backward pass needs.
+
+        Args:
+            rows: A tensor of any shape without gaps, aligned.
+            weight: What multiplies each column, in float32.
+            bias: What is added to each column, in float32.
+        """
+        kind = self._kind
+        count = rows.numel() // kind.columns
+        outputs = torch.empty_like(rows)
+        length = 2 * count if kind.has_mean else count
+        statistics = torch.empty(length, dtype=torch.float32, device=kind.device)
+        weight = rows if weight is None else weight  # the kernel ignores it
+        bias = rows if bias is None else bias
+        with device_context(kind.device):
+            self._forward.launch(
+                -(-count // kind.tile),
+                (rows, weight, bias, outputs, statistics, count),
+            )
+        return outputs, statistics
+
+    def differentiate(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor | None,
+        output_grads: torch.Tensor,
+        statistics: torch.Tensor,
+        wants: tuple[bool, bool],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the gradients of the rows, and two rows: those of weight and bias.
+
+        Args:
+            rows: What was given to `normalize`.
+            weight: The same.
+            output_grads: The gradients of its results, without gaps, aligned.
+            statistics: What it has returned.
+            wants: Whether the gradients of weight and of bias are wanted. The row of
+                one that is not has no meaning; `None` if neither is.
+        """
+        kind = self._kind
+        count = rows.numel() // kind.columns
+        programs = min(-(-count // kind.tile), PROGRAMS)
+        input_grads = torch.empty_like(rows)
+        totals, sums = None, statistics  # not written to if nothing is wanted
+        if wants[0] or wants[1]:
+            length, device = programs * 2 * kind.columns, kind.device
+            sums = torch.empty(length, dtype=torch.float32, device=device)
+            totals = torch.empty((2, self._stride), dtype=torch.float32, device=device)
+        weight = rows if weight is None else weight  # the kernel ignores it
+        with device_context(kind.device):
+            self._find_backward(wants).launch(
+                programs,
+                (rows, weight, output_grads, statistics, input_grads, sums, count),
+            )
+            if totals is not None:
+                self._add.launch(self._add_programs, (sums, totals, programs))
+        return input_grads, totals
+
+    def _find_backward(self, wants: tuple[bool, bool]) -> KernelVariant:
+        variant = self._backward.get(wants)
+        if variant is None:
+            kind = self._kind
+            constants = (*self._shape, kind.has_mean, kind.has_weight, *wants)
+            variant = KernelVariant(
+                norms.normalize_backward, constants, warps=self._warps
+            )
+            self._backward[wants] = variant
+        return variant
 
 
-def normalize_backward(
-    rows: torch.Tensor,
-    weight: torch.Tensor | None,
-    output_grads: torch.Tensor,
-    statistics: torch.Tensor,
-    *,
-    has_mean: bool,
-    wants_weight: bool,
-    wants_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of rows, weight and bias; `None` for what is not wanted.
-
-    Args:
-        rows: What was given to `normalize`.
-        weight: The same.
-        output_grads: The gradients of the normalized rows, without gaps, aligned.
-        statistics: What `normalize` has returned.
-        has_mean: Whether the mean was subtracted.
-        wants_weight: Whether the gradient of the weight is wanted.
-        wants_bias: Whether that of the bias is.
-    """
-    count, columns = rows.shape
-    tiles, device = Tiles.of(columns), rows.device
-    programs = min(triton.cdiv(count, tiles.rows), PROGRAMS)
-    input_grads = torch.empty_like(rows)
-    sums = statistics  # not written to, unless one of them is wanted
-    if wants_weight or wants_bias:
-        sums = torch.empty((programs, 2 * columns), dtype=torch.float32, device=device)
-    arguments = (rows, weight, output_grads, statistics, input_grads, sums)
-    constants = (*tiles.constants_for(rows.dtype), has_mean, weight is not None)
-    launcher = _launcher_of(device)
-    with device_context(device):
-        launcher.launch(
-            norms.normalize_backward,
-            programs,
-            (*_or_rows(arguments, rows), count),
-            (*constants, wants_weight, wants_bias),
-            warps=tiles.warps,
-        )
-        if sums is statistics:
-            return input_grads, None, None
-        totals = torch.empty(2 * columns, dtype=torch.float32, device=device)
-        launcher.launch(
-            norms.add_sums,
-            triton.cdiv(2 * columns, SUM_WIDTH),
-            (sums, totals, programs),
-            (2 * columns, SUM_TILE, SUM_WIDTH),
-        )
-    weight_grad, bias_grad = totals.view(2, columns).unbind()
-    return (
-        input_grads,
-        weight_grad if wants_weight else None,
-        bias_grad if wants_bias else None,
-    )
-
-
-def _or_rows(
-    arguments: tuple[torch.Tensor | None, ...], rows: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Return arguments with the rows in the place of those that a kernel ignores."""
-    return tuple(rows if argument is None else argument for argument in arguments)
-
-
-class _Launchers(threading.local):
-    """Launchers of one thread, by device: autograd runs backward passes in its own."""
-
-    def __init__(self) -> None:
-        self.of_device: dict[torch.device, KernelLauncher] = {}
-
-
-_launchers = _Launchers()
-
-
-def _launcher_of(device: torch.device) -> KernelLauncher:
-    launcher = _launchers.of_device.get(device)
-    if launcher is None:
-        launcher = _launchers.of_device[device] = KernelLauncher()
-    return launcher
+find_kernels = cache(RowKernels)
+"""Returns the kernels of a kind: always the same ones."""

@@ -181,24 +181,28 @@ def add_sums(
     totals,
     programs,
     columns: tl.constexpr,
+    stride: tl.constexpr,
     tile: tl.constexpr,
     width: tl.constexpr,
 ):
-    """Add up the sums of all programs.
+    """Add up the sums of all programs: first those of the weight, then of the bias.
 
     Args:
-        sums: A row for each program.
-        totals: Output: one row.
+        sums: What `normalize_backward` has written.
+        totals: Output: the gradients of weight and bias.
         programs: How many programs there were.
-        columns: The length of a row.
+        columns: How many numbers weight and bias have.
+        stride: Where the gradient of the bias begins.
         tile: How many rows are added up at a time.
         width: How many columns a program takes.
     """
-    column = tl.program_id(0) * width + tl.arange(0, width)
+    parts: tl.constexpr = (columns + width - 1) // width
+    of_bias = tl.program_id(0) // parts
+    column = (tl.program_id(0) % parts) * width + tl.arange(0, width)
     total = tl.zeros([width], tl.float32)
     for first in range(0, programs, tile):
         row = first + tl.arange(0, tile)
-        offset = row[:, None] * columns + column[None, :]
+        offset = (2 * row[:, None] + of_bias) * columns + column[None, :]
         in_range = (row < programs)[:, None] & (column < columns)[None, :]
         total += tl.sum(tl.load(sums + offset, mask=in_range, other=0.0), 0)
-    tl.store(totals + column, total, mask=column < columns)
+    tl.store(totals + of_bias * stride + column, total, mask=column < columns)

@@ -48,8 +48,8 @@ LOOPS = 8
 WARPS = 4
 
 
-class KernelLauncher:
-    """Launches kernels on the same tensors again and again.
+class KernelVariant:
+    """A kernel with its compile-time constants, launched again and again.
 
     Finding the compiled kernel that fits costs Triton more than launching it: it looks
     at the alignment of tensors and at integers. Here these are always the same. Tensors
@@ -57,8 +57,51 @@ class KernelLauncher:
     time, where alignment does not matter.
     """
 
+    def __init__(
+        self,
+        kernel: Kernel,
+        constants: tuple[object, ...],
+        *,
+        fuses: bool = True,
+        warps: int = WARPS,
+    ) -> None:
+        """Prepare a kernel; its first launch compiles it.
+
+        Args:
+            kernel: The kernel.
+            constants: The compile-time constants that come after its arguments.
+            fuses: Whether a product and a sum may be rounded once instead of twice.
+            warps: How many warps a program has.
+        """
+        self._kernel, self._constants = kernel, constants
+        self._fuses, self._warps = fuses, warps
+        self._compiled: CompiledKernel | None = None
+
+    def launch(self, programs: int, arguments: tuple[object, ...]) -> None:
+        """Launch the kernel on the current stream of the current device.
+
+        Args:
+            programs: The size of the grid.
+            arguments: Tensors and numbers, in the kernel's order.
+        """
+        if self._compiled is not None:
+            self._compiled.launch(programs, arguments, self._constants)
+            return
+        result = self._kernel[(programs,)](
+            *arguments,
+            *self._constants,
+            num_warps=self._warps,
+            enable_fp_fusion=self._fuses,
+        )
+        if result is not None:  # the interpreter compiles nothing
+            self._compiled = CompiledKernel(result, len(arguments))
+
+
+class KernelLauncher:
+    """Launches kernels on the same tensors, in one variant or another."""
+
     def __init__(self) -> None:
-        self._compiled: dict[tuple[object, ...], CompiledKernel] = {}
+        self._variants: dict[tuple[object, ...], KernelVariant] = {}
 
     def launch(
         self,
@@ -68,7 +111,6 @@ class KernelLauncher:
         constants: tuple[object, ...],
         *,
         fuses: bool = True,
-        warps: int = WARPS,
     ) -> None:
         """Launch a kernel.
 
@@ -78,22 +120,13 @@ class KernelLauncher:
             arguments: Tensors and numbers, in the kernel's order.
             constants: The compile-time constants that come after them.
             fuses: Whether a product and a sum may be rounded once instead of twice.
-            warps: How many warps a program has; the same for the same constants.
         """
         key = (id(kernel), constants)
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled.launch(programs, arguments, constants)
-            return
-        result = kernel[(programs,)](
-            *arguments, *constants, num_warps=warps, enable_fp_fusion=fuses
-        )
-        if result is not None:  # the interpreter compiles nothing
-            self._compiled[key] = CompiledKernel(result, len(arguments))
-
-    def has_compiled(self, kernel: Kernel, constants: tuple[object, ...]) -> bool:
-        """Whether a kernel was launched with these constants before."""
-        return (id(kernel), constants) in self._compiled
+        variant = self._variants.get(key)
+        if variant is None:
+            variant = KernelVariant(kernel, constants, fuses=fuses)
+            self._variants[key] = variant
+        variant.launch(programs, arguments)
 
 
 class CompiledKernel:

@@ -19,7 +19,7 @@ import torch
 import triton.language as tl
 
 from lossscale.torch.devices import device_context, is_capturing
-from lossscale.torch.inspection.kernels.launch import KernelLauncher
+from lossscale.torch.inspection.kernels.launch import KernelLauncher, KernelVariant
 from lossscale.torch.optim.kernels import adam, sgd
 from lossscale.torch.optim.kernels.addresses import GradientAddresses
 from lossscale.torch.optim.kernels.host_copies import make_tensor
@@ -61,6 +61,19 @@ class Unit(NamedTuple):
     kinds: tuple[Kind, Kind]
     chunks: int
     chunk_tensors: torch.Tensor
+    variants: dict[tuple[object, ...], KernelVariant]
+    """The kernel that updates them, by its constants after the kinds."""
+
+    def find(self, kernel: Any, constants: tuple[object, ...]) -> KernelVariant:
+        """Return the kernel with its constants."""
+        variant = self.variants.get(constants)
+        if variant is None:
+            first, second = self.kinds
+            kinds = (*first, *second, first != second)
+            variant = self.variants[constants] = KernelVariant(
+                kernel, (*kinds, *constants)
+            )
+        return variant
 
 
 class MeasuredRows(NamedTuple):
@@ -109,6 +122,7 @@ class Tables:
                     (pair[0], pair[-1]),
                     sum(counts_of_pair),
                     chunk_tensors.to(self.device),
+                    {},
                 )
             )
         addresses = [self._addresses_of(row) for row in rows]
@@ -222,8 +236,6 @@ class Tables:
         for unit in self.units:
             if not unit.chunks:
                 continue
-            first, second = unit.kinds
-            constexprs = (*first, *second, first != second, *constants)
             tables = (
                 self._pointers,
                 grads,
@@ -235,18 +247,18 @@ class Tables:
             if sums is None:
                 # The last argument is one that the kernel ignores.
                 kernel_arguments = (*tables, *arguments, flag, self._no_flag)
-                self._launcher.launch(kernel, unit.chunks, kernel_arguments, constexprs)
+                unit.find(kernel, constants).launch(unit.chunks, kernel_arguments)
                 continue
             chunk_sums = sums.new_zeros((unit.chunks, SUMS.value))
             kernel_arguments = (*tables, *arguments, flag, chunk_sums)
-            self._launcher.launch(kernel, unit.chunks, kernel_arguments, constexprs)
+            unit.find(kernel, constants).launch(unit.chunks, kernel_arguments)
             sums.index_add_(0, unit.chunk_tensors, chunk_sums)
-            plain = (*constexprs[:-1], False)
-            if not self._launcher.has_compiled(kernel, plain):
+            plain = (*constants[:-1], False)
+            if plain not in unit.variants:
                 # The next step may be captured in a graph, when nothing can be
                 # compiled. This one is skipped: its flag is 1.
                 kernel_arguments = (*tables, *arguments, self._no_scale, self._no_flag)
-                self._launcher.launch(kernel, unit.chunks, kernel_arguments, plain)
+                unit.find(kernel, plain).launch(unit.chunks, kernel_arguments)
 
     def _kind(self, row: Row) -> Kind:
         raise NotImplementedError
