@@ -5,8 +5,9 @@ In one run and in turns:
 
     phase     clip, step and update of GPT-2 medium, GPT-2 XL and 2,000 tensors of 4,096
               numbers: torch's scaler, clip_grad_norm_ and fused AdamW; ours; ours with
-              float16 weights and masters; torch's fused AdamW alone, unscaled and not
-              clipped; and our update alone, with its share of the memory's speed
+              float16 weights and masters; ours while other code holds its state, which
+              is then compared at every step; torch's fused AdamW alone, unscaled and
+              not clipped; and our update alone, with its share of the memory's speed
     training  whole steps of GPTs, forward to update: torch's autocast, scaler, clipping
               and fused AdamW; the same without scaler and clipping; ours on float16
               weights with masters, with normalisation in float32 and in float16
@@ -93,7 +94,7 @@ def torch_phase(params):
 
 
 def our_phase(params):
-    """Return ours, and the update alone."""
+    """Return ours, and the optimizer."""
     optimizer = optim.AdamW(params, 1e-9, master_weights=True)
     scaler = make_scaler(GradScaler, params[0].device.type)
 
@@ -102,7 +103,7 @@ def our_phase(params):
         scaler.step(optimizer)
         scaler.update()
 
-    return phase, optimizer.step
+    return phase, optimizer
 
 
 def measure_phase(case, shapes, table) -> None:
@@ -110,18 +111,27 @@ def measure_phase(case, shapes, table) -> None:
     size, device = sum(torch.Size(shape).numel() for shape in shapes), table.device
     wide = make_params(shapes, device)
     theirs = torch_phase(wide)
-    ours, update = our_phase(wide)
-    masters, update_masters = our_phase(make_params(shapes, device, torch.float16))
-    calls = {"torch": theirs, "ours": ours, "ours, masters": masters}
+    ours, optimizer = our_phase(wide)
+    half = make_params(shapes, device, torch.float16)
+    masters, optimizer_with_masters = our_phase(half)
+    shared, shared_optimizer = our_phase(make_params(shapes, device))
+    held = shared_optimizer.state
+    calls = {
+        "torch": theirs,
+        "ours": ours,
+        "ours, masters": masters,
+        "ours, state held": shared,
+    }
     table.write(case, "phase", in_turns(calls, device), against="torch")
+    del calls, shared, shared_optimizer, held
     alone = torch.optim.AdamW(wide, 1e-9, fused=True, capturable=device == "cuda")
     calls = {
         "torch's AdamW alone": alone.step,
         "torch": theirs,
         "ours": ours,
         "ours, masters": masters,
-        "our update": update,
-        "our update, masters": update_masters,
+        "our update": optimizer.step,
+        "our update, masters": optimizer_with_masters.step,
     }
     if device == "cuda":
         for call in (ours, masters):

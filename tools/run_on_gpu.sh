@@ -39,6 +39,7 @@ check() {
 
 check kernels 30 python tests/kernels/gpu_cases.py cuda
 check optimizers 30 python tests/kernels/optim_cases.py cuda
+check norms 30 python tests/kernels/norm_cases.py cuda
 check captured_step 30 python examples/recipes/captured_step.py
 check policies 30 python tests/kernels/policy_cases.py cuda
 check statistics 30 python tests/kernels/statistics_cases.py cuda

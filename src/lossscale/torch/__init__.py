@@ -10,6 +10,8 @@ optim/                  AdamW, Adam and SGD with float32 masters
 explain/                why a batch was not finite
 half_precision/         to_float16, to_float32
 functional.py           init, scale, unscale, update, select
+native/                 what the host does for every tensor at every step, in C
+parameters.py           the parameters of an optimizer
 gradient.py             one gradient: dense or sparse, real or complex
 measurements.py         what `unscale` measures when it is asked to
 classic/                TensorFlow's classic classes on torch tensors

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`to_float16` and `to_float32`: convert a model, and keep what needs float32.
 
-Normalisation layers stay in float32: their statistics do not fit float16. Hooks cast
-what goes into such a layer to float32, and its results back to float16. The model
-itself gets float16 inputs and returns float32 results, so that the loss is computed in
-float32.
+Normalisation layers stay in float32: their statistics do not fit float16. What goes
+into such a layer is cast to float32, and its results back to float16, by hooks or by
+the layer itself (`mixed_norms.py`). The model itself gets float16 inputs and returns
+float32 results, so that the loss is computed in float32.
 """
 
 from collections.abc import Collection, Iterable
@@ -76,8 +76,8 @@ def to_float16(
             around which nothing is cast.
         keep_normalisation: Keep normalisation layers in float32: torch's own, and those
             that have such a name, `LlamaRMSNorm` or `FrozenBatchNorm2d`. torch's layers
-            compute in float32 in any case: without it their weights, inputs and results
-            are float16, which saves the casts.
+            compute in float32 in any case: without it their weights, and the gradients
+            of these, are float16 as well, and nothing is cast around other layers.
 
     Returns:
         Which modules were converted, which were kept, and why.

@@ -267,5 +267,5 @@ def _view_as(tensors: Tensors, flat: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return views of a flat tensor that have the shapes of tensors."""
     if {1}.issuperset(map(torch.Tensor.dim, tensors)):  # such as biases
         sizes = list(map(torch.Tensor.numel, tensors))
-        return torch.split(flat, sizes)  # in a third of the time
+        return torch.split_with_sizes(flat, sizes)  # in a third of the time
     return ti.unflatten(flat, tensors)
