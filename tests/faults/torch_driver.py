@@ -299,7 +299,7 @@ def run(configuration, *, own, steps, seed, device="cpu") -> Outcome:
             except BrokenError as error:
                 broken = str(error)
                 break
-            except ValueError as error:
+            except (ValueError, NotImplementedError) as error:
                 if not own:
                     raise
                 broken = f"in step {step.number}, {type(error).__name__}: {error}"
