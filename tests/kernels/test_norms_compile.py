@@ -35,7 +35,12 @@ BACKWARD = {
     "sums": "*fp32",
     "rows": "i32",
 }
-SUMS = {"sums": "*fp32", "totals": "*fp32", "programs": "i32"}
+SUMS = {
+    "sums": "*fp32",
+    "first_grad": "*fp32",
+    "second_grad": "*fp32",
+    "programs": "i32",
+}
 
 
 def shape_of(columns):
@@ -61,7 +66,7 @@ def test_both_passes_compile(capability, columns, has_mean):
 def test_the_sums_of_programs_compile_without_atomics():
     # The order of an atomic sum differs from run to run.
     sizes = {"tile": launch.SUM_TILE, "width": launch.SUM_WIDTH}
-    text = ptx(norms.add_sums, SUMS, 90, columns=768, stride=768, **sizes)
+    text = ptx(norms.add_sums, SUMS, 90, columns=768, grads=2, **sizes)
     assert not re.search(r"\b(atom|red)\.", text)
 
 

@@ -6,14 +6,12 @@ them. On a GPU they read and write float16 directly. Elsewhere, and where code i
 compiled or traced, they cast as the hooks do.
 """
 
+from typing import Any
+
 import torch
 
 from lossscale.torch.half_precision.casts import BorderCasts
-from lossscale.torch.half_precision.row_norm import (
-    RowNorm,
-    can_normalize,
-    normalize_rows,
-)
+from lossscale.torch.half_precision.row_norm import PreparedNorm, RowNorm, prepare
 
 
 class MixedLayerNorm(torch.nn.LayerNorm):
@@ -21,16 +19,26 @@ class MixedLayerNorm(torch.nn.LayerNorm):
 
     casts: BorderCasts | None = None
     """`None` after `to_float32`."""
+    _prepared: PreparedNorm | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
         """Normalize; the result has the dtype of the weights outside."""
-        casts = self.casts
+        casts, prepared = self.casts, self._prepared
         if casts is None:
             return super().forward(input)
-        norm = RowNorm(self.normalized_shape, self.eps, has_mean=True)
-        if can_normalize(input, self.weight, self.bias, norm, casts.outside):
-            return normalize_rows(input, self.weight, self.bias, norm)
+        if not torch.compiler.is_compiling():
+            weight, bias = self.weight, self.bias
+            if prepared is None or not prepared.fits(input, weight, bias, self.eps):
+                norm = RowNorm(self.normalized_shape, self.eps, has_mean=True)
+                prepared = prepare(input, weight, bias, norm, casts.outside)
+                self._prepared = prepared
+            if prepared is not None:
+                return prepared.normalize(input, weight, bias)
         return casts.cast_output(super().forward(casts.cast_input(input)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled and copied: not what was compiled."""
+        return _without_prepared(self)
 
 
 class MixedRMSNorm(torch.nn.RMSNorm):
@@ -38,18 +46,32 @@ class MixedRMSNorm(torch.nn.RMSNorm):
 
     casts: BorderCasts | None = None
     """`None` after `to_float32`."""
+    _prepared: PreparedNorm | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize; the result has the dtype of the weights outside."""
-        casts = self.casts
+        casts, prepared = self.casts, self._prepared
         if casts is None:
             return super().forward(x)
-        # Without an epsilon torch takes that of the dtype it computes in.
-        epsilon = _EPSILON if self.eps is None else self.eps
-        norm = RowNorm(self.normalized_shape, epsilon, has_mean=False)
-        if can_normalize(x, self.weight, None, norm, casts.outside):
-            return normalize_rows(x, self.weight, None, norm)
+        if not torch.compiler.is_compiling():
+            weight = self.weight
+            # Without an epsilon torch takes that of the dtype it computes in.
+            epsilon = _EPSILON if self.eps is None else self.eps
+            if prepared is None or not prepared.fits(x, weight, None, epsilon):
+                norm = RowNorm(self.normalized_shape, epsilon, has_mean=False)
+                prepared = prepare(x, weight, None, norm, casts.outside)
+                self._prepared = prepared
+            if prepared is not None:
+                return prepared.normalize(x, weight, None)
         return casts.cast_output(super().forward(casts.cast_input(x)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled and copied: not what was compiled."""
+        return _without_prepared(self)
+
+
+def _without_prepared(module: torch.nn.Module) -> dict[str, Any]:
+    return {key: x for key, x in vars(module).items() if key != "_prepared"}
 
 
 _EPSILON = torch.finfo(torch.float32).eps
@@ -87,6 +109,7 @@ def make_plain(module: torch.nn.Module) -> None:
     if not is_mixed(module):
         return
     del module.casts
+    vars(module).pop("_prepared", None)
     for plain, mixed in _MIXED.items():
         if type(module) is mixed:  # FSDP2 makes a subclass of its own
             module.__class__ = plain  # type: ignore[assignment]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`normalize_rows`: float16 rows, normalized with float32 weights by one kernel.
+"""`PreparedNorm`: float16 rows, normalized with float32 weights by one kernel.
 
 torch's own normalisation wants rows and weights of one dtype on a GPU. With casts
 around it float16 rows are read and written three times, twice of it in float32. Here
@@ -7,13 +7,13 @@ that happens once. The arithmetic is the same: float32, rounded to float16 at th
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from lossscale.torch import torch_internals
+from lossscale.torch import native, torch_internals
 from lossscale.torch.half_precision.casts import NARROW, WeightDtype
 from lossscale.torch.inspection import kernel_backend
 
@@ -52,6 +52,99 @@ class RowNorm(NamedTuple):
         return functional.rms_norm(inputs, self.shape, weight, self.epsilon)
 
 
+class PreparedNorm:
+    """A normalisation by the kernels, for inputs and weights of one layout.
+
+    Whether the kernels can take tensors is asked once; after that the host's code
+    compares their layouts, which takes a tenth of the time.
+    """
+
+    def __init__(
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        norm: RowNorm,
+    ) -> None:
+        """Choose the kernels.
+
+        Args:
+            inputs: What `can_normalize` has accepted.
+            weight: What multiplies each element of a row.
+            bias: What is added to each element of a row.
+            norm: The normalisation.
+        """
+        from lossscale.torch.half_precision.kernels import launch  # noqa: PLC0415
+
+        columns = norm.columns
+        self.norm = norm
+        self.kernels = launch.find_kernels(
+            launch.RowKind(
+                inputs.device,
+                inputs.dtype,
+                columns,
+                launch.find_tile(columns, inputs.numel() // columns),
+                norm.epsilon,
+                norm.has_mean,
+                weight is not None,
+                bias is not None,
+            )
+        )
+        self._host = native.load()
+        self._has_weight, self._has_bias = weight is not None, bias is not None
+        tensors = _present(inputs, weight, bias)
+        self._record = b"" if self._host is None else self._host.record(tensors)
+
+    def fits(
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        epsilon: float,
+    ) -> bool:
+        """Whether tensors and epsilon are such as this was prepared for."""
+        if self._host is None or epsilon != self.norm.epsilon or _is_watched():
+            return False
+        if self._has_weight != (weight is not None):
+            return False
+        if self._has_bias != (bias is not None):
+            return False
+        change = self._host.compare(_present(inputs, weight, bias), self._record)
+        if change == native.MOVED:
+            return _is_aligned(weight) and _is_aligned(bias)
+        return change == native.SAME
+
+    def normalize(
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return a normalized tensor in the dtype of the inputs."""
+        return _apply(inputs, weight, bias, self)
+
+
+def prepare(
+    inputs: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    norm: RowNorm,
+    outside: WeightDtype,
+) -> PreparedNorm | None:
+    """Return a normalisation by the kernels; `None` if it is left to torch.
+
+    Args:
+        inputs: The tensor to normalize.
+        weight: What multiplies each element of a row.
+        bias: What is added to each element of a row.
+        norm: The normalisation.
+        outside: The dtype that the result must have.
+    """
+    if not can_normalize(inputs, weight, bias, norm, outside):
+        return None
+    return PreparedNorm(inputs, weight, bias, norm)
+
+
 def can_normalize(
     inputs: torch.Tensor,
     weight: torch.Tensor | None,
@@ -59,36 +152,36 @@ def can_normalize(
     norm: RowNorm,
     outside: WeightDtype,
 ) -> bool:
-    """Whether the kernels can normalize a tensor.
+    """Whether the kernels can normalize a tensor; the arguments are those of `prepare`.
 
     They are for code that runs as it is written. A compiler fuses casts by itself, and
     tracers, transforms and modes such as that of `GradScaler.explain` must see torch's
     operators.
-
-    Args:
-        inputs: The tensor.
-        weight: What multiplies each element of a row.
-        bias: What is added to each element of a row.
-        norm: The normalisation.
-        outside: The dtype that the result must have.
     """
     return (
-        not torch.compiler.is_compiling()
-        and not torch_internals.is_tracing()
-        and not torch_internals.dispatch_modes()
-        and not torch_internals.has_transforms()
-        and not torch_internals.forward_derivatives()
+        not _is_watched()
         and type(inputs) in _PLAIN
         and inputs.dtype in NARROW
         and inputs.dtype is outside.read()
         and inputs.layout is torch.strided
         and not inputs.is_nested
+        and not inputs.is_neg()
         and inputs.shape[-len(norm.shape) :] == norm.shape
         and 0 < norm.columns <= _LONGEST
         and inputs.numel() > 0
         and kernel_backend.is_usable(inputs.device)
         and _is_readable(weight, inputs.device)
         and _is_readable(bias, inputs.device)
+    )
+
+
+def _is_watched() -> bool:
+    """Whether operators are traced, transformed or seen by a mode."""
+    return bool(
+        torch_internals.is_tracing()
+        or torch_internals.dispatch_modes()
+        or torch_internals.has_transforms()
+        or torch_internals.forward_derivatives()
     )
 
 
@@ -99,26 +192,16 @@ def _is_readable(weight: torch.Tensor | None, device: torch.device) -> bool:
         and weight.dtype is torch.float32
         and weight.device == device
         and weight.is_contiguous()
-        and not weight.data_ptr() % _ALIGNMENT
+        and _is_aligned(weight)
     )
 
 
-def normalize_rows(
-    inputs: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    norm: RowNorm,
-) -> torch.Tensor:
-    """Return a normalized tensor in the dtype of the inputs.
+def _is_aligned(tensor: torch.Tensor | None) -> bool:
+    return tensor is None or not tensor.data_ptr() % _ALIGNMENT
 
-    Args:
-        inputs: What `can_normalize` accepts.
-        weight: What multiplies each element of a row.
-        bias: What is added to each element of a row.
-        norm: The normalisation.
-    """
-    outputs: torch.Tensor = _Normalize.apply(inputs, weight, bias, norm)  # type: ignore[no-untyped-call]
-    return outputs
+
+def _present(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 class _Normalize(torch.autograd.Function):
@@ -130,67 +213,40 @@ class _Normalize(torch.autograd.Function):
         inputs: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        norm: RowNorm,
+        prepared: PreparedNorm,
     ) -> torch.Tensor:
-        from lossscale.torch.half_precision.kernels import launch  # noqa: PLC0415
-
-        rows, columns = _as_rows(inputs), norm.columns
-        kernels = launch.find_kernels(
-            launch.RowKind(
-                rows.device,
-                rows.dtype,
-                columns,
-                launch.find_tile(columns, rows.numel() // columns),
-                norm.epsilon,
-                norm.has_mean,
-                weight is not None,
-                bias is not None,
-            )
-        )
-        outputs, statistics = kernels.normalize(rows, weight, bias)
+        kernels = prepared.kernels
+        outputs, statistics = kernels.normalize(_as_rows(inputs), weight, bias)
         ctx.save_for_backward(inputs, weight, bias, statistics)
-        ctx.norm, ctx.kernels = norm, kernels
+        ctx.prepared = prepared
         return outputs
 
     @staticmethod
     def backward(ctx: Any, output_grads: torch.Tensor) -> Any:
         inputs, weight, bias, statistics = ctx.saved_tensors
-        wants_inputs, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        norm: RowNorm = ctx.norm
+        wanted, prepared = ctx.needs_input_grad[:3], ctx.prepared
         if torch.is_grad_enabled():  # the gradients are to be differentiated again
-            wanted = (wants_inputs, wants_weight, wants_bias)
             tensors = (inputs, weight, bias)
-            return *_differentiate(tensors, wanted, output_grads, norm), None
-        input_grads, totals = ctx.kernels.differentiate(
+            return *_differentiate(tensors, wanted, output_grads, prepared.norm), None
+        input_grads, weight_grad, bias_grad = prepared.kernels.differentiate(
             _as_rows(inputs),
             weight,
+            bias,
             _as_rows(output_grads),
             statistics,
-            (wants_weight, wants_bias),
+            wanted[1:],
         )
-        weight_grad = bias_grad = None
-        if totals is not None:
-            weight_grad, bias_grad = _split(totals, norm)
-        return (
-            input_grads if wants_inputs else None,
-            weight_grad if wants_weight else None,
-            bias_grad if wants_bias else None,
-            None,
-        )
+        return input_grads if wanted[0] else None, weight_grad, bias_grad, None
+
+
+# `Function.apply` asks first whether there are transforms, as `_is_watched` has done.
+_apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Normalize).apply
 
 
 def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without gaps, copied if it has some or is not aligned."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
-
-
-def _split(totals: torch.Tensor, norm: RowNorm) -> Sequence[torch.Tensor]:
-    """Return the two rows of gradients in the shape of the weights."""
-    if totals.shape[1] != norm.columns:
-        totals = totals[:, : norm.columns]
-    grads = totals.unbind()
-    return grads if len(norm.shape) == 1 else [x.view(norm.shape) for x in grads]
 
 
 def _differentiate(

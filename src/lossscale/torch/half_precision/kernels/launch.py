@@ -72,11 +72,13 @@ class RowKernels:
             warps=self._warps,
         )
         self._backward: dict[tuple[bool, bool], KernelVariant] = {}
-        # The gradients are aligned, so that an optimizer can read them quickly.
-        self._stride = -(-kind.columns // 4) * 4
-        sizes = (kind.columns, self._stride, SUM_TILE, SUM_WIDTH)
-        self._add = KernelVariant(norms.add_sums, sizes)
-        self._add_programs = 2 * -(-kind.columns // SUM_WIDTH)
+        self._parts = -(-kind.columns // SUM_WIDTH)
+        self._add = {
+            rows: KernelVariant(
+                norms.add_sums, (kind.columns, rows, SUM_TILE, SUM_WIDTH)
+            )
+            for rows in (1, 2)
+        }
 
     def normalize(
         self,
@@ -109,38 +111,45 @@ class RowKernels:
         self,
         rows: torch.Tensor,
         weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
         output_grads: torch.Tensor,
         statistics: torch.Tensor,
         wants: tuple[bool, bool],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the gradients of the rows, and two rows: those of weight and bias.
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return the gradients of rows, weight and bias; `None` for what is not wanted.
 
         Args:
             rows: What was given to `normalize`.
             weight: The same.
+            bias: The same.
             output_grads: The gradients of its results, without gaps, aligned.
             statistics: What it has returned.
-            wants: Whether the gradients of weight and of bias are wanted. The row of
-                one that is not has no meaning; `None` if neither is.
+            wants: Whether the gradients of weight and of bias are wanted.
         """
         kind = self._kind
         count = rows.numel() // kind.columns
         programs = min(-(-count // kind.tile), PROGRAMS)
         input_grads = torch.empty_like(rows)
-        totals, sums = None, statistics  # not written to if nothing is wanted
-        if wants[0] or wants[1]:
-            length, device = programs * 2 * kind.columns, kind.device
-            sums = torch.empty(length, dtype=torch.float32, device=device)
-            totals = torch.empty((2, self._stride), dtype=torch.float32, device=device)
+        weight_grad = (
+            torch.empty_like(weight) if weight is not None and wants[0] else None
+        )
+        bias_grad = torch.empty_like(bias) if bias is not None and wants[1] else None
+        grads = [grad for grad in (weight_grad, bias_grad) if grad is not None]
+        sums = statistics  # not written to if neither gradient is wanted
+        if grads:
+            length = programs * len(grads) * kind.columns
+            sums = torch.empty(length, dtype=torch.float32, device=kind.device)
         weight = rows if weight is None else weight  # the kernel ignores it
         with device_context(kind.device):
             self._find_backward(wants).launch(
                 programs,
                 (rows, weight, output_grads, statistics, input_grads, sums, count),
             )
-            if totals is not None:
-                self._add.launch(self._add_programs, (sums, totals, programs))
-        return input_grads, totals
+            if grads:
+                self._add[len(grads)].launch(
+                    self._parts * len(grads), (sums, grads[0], grads[-1], programs)
+                )
+        return input_grads, weight_grad, bias_grad
 
     def _find_backward(self, wants: tuple[bool, bool]) -> KernelVariant:
         variant = self._backward.get(wants)

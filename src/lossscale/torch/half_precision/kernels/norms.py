@@ -132,8 +132,8 @@ def normalize_backward(
         output_grads: The gradients of the normalized rows.
         statistics: What `normalize` has written.
         input_grads: Output: the gradients of the rows.
-        sums: Output: a row of float32 numbers for each program, the sums of the weight
-            gradient and then those of the bias gradient.
+        sums: Output: for each program a row of float32 numbers that make the weight
+            gradient, and one of the bias gradient; only of what is wanted.
         rows: As for `normalize`.
         dtype: As for `normalize`.
         columns: As for `normalize`.
@@ -168,41 +168,47 @@ def normalize_backward(
         grads = (grads - values * along) * inverse
         _write_tile(input_grads, row, rows, grads, columns, width, dtype)
     column = tl.arange(0, width)
-    out = sums + program * 2 * columns + column
+    out = sums + program * (wants_weight + wants_bias) * columns + column
     if wants_weight:
         tl.store(out, weight_sums, mask=column < columns)
     if wants_bias:
-        tl.store(out + columns, bias_sums, mask=column < columns)
+        tl.store(out + wants_weight * columns, bias_sums, mask=column < columns)
 
 
 @triton.jit(do_not_specialize=["programs"])
 def add_sums(
     sums,
-    totals,
+    first_grad,
+    second_grad,
     programs,
     columns: tl.constexpr,
-    stride: tl.constexpr,
+    grads: tl.constexpr,
     tile: tl.constexpr,
     width: tl.constexpr,
 ):
-    """Add up the sums of all programs: first those of the weight, then of the bias.
+    """Add up the sums of all programs.
 
     Args:
         sums: What `normalize_backward` has written.
-        totals: Output: the gradients of weight and bias.
+        first_grad: Output: what the first row of each program adds up to.
+        second_grad: Output: the same of the second row; the first again if there is
+            one.
         programs: How many programs there were.
-        columns: How many numbers weight and bias have.
-        stride: Where the gradient of the bias begins.
+        columns: The length of a row.
+        grads: How many rows a program has.
         tile: How many rows are added up at a time.
         width: How many columns a program takes.
     """
     parts: tl.constexpr = (columns + width - 1) // width
-    of_bias = tl.program_id(0) // parts
+    which = tl.program_id(0) // parts
     column = (tl.program_id(0) % parts) * width + tl.arange(0, width)
     total = tl.zeros([width], tl.float32)
     for first in range(0, programs, tile):
         row = first + tl.arange(0, tile)
-        offset = (2 * row[:, None] + of_bias) * columns + column[None, :]
+        offset = (grads * row[:, None] + which) * columns + column[None, :]
         in_range = (row < programs)[:, None] & (column < columns)[None, :]
         total += tl.sum(tl.load(sums + offset, mask=in_range, other=0.0), 0)
-    tl.store(totals + of_bias * stride + column, total, mask=column < columns)
+    if which == 0:
+        tl.store(first_grad + column, total, mask=column < columns)
+    else:
+        tl.store(second_grad + column, total, mask=column < columns)
