@@ -45,7 +45,7 @@ class Layout:
 
 
 WAYS = {
-    layout_cache._Record: "record",
+    layout_cache.Record: "record",
     layout_cache._Fingerprint: "without",
 }
 
@@ -170,7 +170,7 @@ def test_what_the_guard_sees_of_the_surroundings_settles_when_they_stay(way):
 
 def layout_of_record(tensors):
     layout = layout_of(tensors)
-    assert isinstance(layout, layout_cache._Record)
+    assert isinstance(layout, layout_cache.Record)
     return layout
 
 
@@ -209,7 +209,7 @@ def test_what_the_hosts_code_cannot_see_is_compared_otherwise(way, kind):
         "conjugated": number,
         "of a subclass": torch.zeros(1).as_subclass(Subclass),
     }[kind]
-    assert not isinstance(layout_of([tensor]), layout_cache._Record)
+    assert not isinstance(layout_of([tensor]), layout_cache.Record)
 
 
 def test_a_placement_is_of_tensors_where_they_are(way):

@@ -16,7 +16,7 @@ import torch
 from lossscale.errors import ContextError
 from lossscale.torch.devices import is_capturing
 from lossscale.torch.inspection import eager, host, kernel_backend
-from lossscale.torch.inspection.layout_cache import layout_of, version_of
+from lossscale.torch.inspection.layout_cache import Record, layout_of, version_of
 from lossscale.torch.inspection.request import LIMITS, InspectionRequest
 from lossscale.torch.inspection.summary import (
     FOUND_INF,
@@ -94,6 +94,8 @@ class GradientGroups:
             shardings: The sharding of each of them, if other ranks have shards of them.
         """
         self.layout = layout_of(grads)
+        self.record = self.layout if isinstance(self.layout, Record) else None
+        """The same if it also has their addresses."""
         self.count = len(grads)
         self.shardings = shardings
         self.is_overlapping = any(map(_is_overlapping, grads))

@@ -17,7 +17,7 @@ from lossscale.torch import native
 from lossscale.torch.distributed.consensus import Number
 from lossscale.torch.distributed.dtensor import local_shard, redistribute_grads
 from lossscale.torch.distributed.rank_groups import RankGroups
-from lossscale.torch.distributed.reduction_plan import ReductionPlan
+from lossscale.torch.distributed.reduction_plan import ReductionPlan, Sharding
 from lossscale.torch.inspection import headroom
 from lossscale.torch.inspection.groups import FoundInf, GradientGroups, GradientScale
 from lossscale.torch.inspection.ranked import RankContext, measure_over_ranks
@@ -100,19 +100,7 @@ class GradientInspector:
             grads = list(map(local_shard, grads))
         if not grads:
             return Collected(grads, None, plan)
-        try:
-            groups = self._groups.get(optimizer)
-        except TypeError:  # the optimizer has no weak references
-            groups = None
-        if (
-            groups is None
-            or groups.count != len(grads)
-            or groups.shardings != shardings
-            or not groups.layout.check(*grads)
-        ):
-            groups = GradientGroups(grads, self._kept_tables, shardings)
-            with suppress(TypeError):
-                self._groups[optimizer] = groups
+        groups = self._find_groups(optimizer, grads, shardings)
         if groups.has_sparse:
             grads = _coalesce_grads(optimizer)
         states_seen = _count_states(optimizer)
@@ -122,6 +110,39 @@ class GradientInspector:
             groups.set_bounds(headroom.find_bounds(optimizer, with_grad))
             groups.states_seen = states_seen
         return Collected(grads, groups, plan)
+
+    def _find_groups(
+        self,
+        optimizer: torch.optim.Optimizer,
+        grads: list[torch.Tensor],
+        shardings: list[Sharding] | None,
+    ) -> GradientGroups:
+        """Return the groups of gradients, those of the step before if they still fit.
+
+        Args:
+            optimizer: The optimizer.
+            grads: Its gradients; there is one at least.
+            shardings: The sharding of each of them, if other ranks have shards of them.
+        """
+        try:
+            groups = self._groups.get(optimizer)
+        except TypeError:  # the optimizer has no weak references
+            groups = None
+        if groups is not None and (
+            groups.count != len(grads)
+            or groups.shardings != shardings
+            or not (
+                groups.layout.check(*grads)
+                if groups.record is None
+                else groups.record.check_all(grads)
+            )
+        ):
+            groups = None
+        if groups is None:
+            groups = GradientGroups(grads, self._kept_tables, shardings)
+            with suppress(TypeError):
+                self._groups[optimizer] = groups
+        return groups
 
     def plan_for(self, optimizer: torch.optim.Optimizer) -> ReductionPlan | None:
         """Return which ranks decide about an optimizer; `None` if this one alone."""

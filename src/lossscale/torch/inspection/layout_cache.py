@@ -8,6 +8,7 @@ Elsewhere torch's compiler has a guard in C++ that compares the same but the add
 is not public, so it is tried before it is trusted, and there is a slower way without.
 """
 
+from collections.abc import Sequence
 from itertools import count
 from typing import Protocol
 
@@ -30,14 +31,14 @@ def version_of(layout: Layout) -> int | None:
 
     No other addresses have it, of whatever tensors. `None` if they are not compared.
     """
-    return layout.version if isinstance(layout, _Record) else None
+    return layout.version if isinstance(layout, Record) else None
 
 
 def layout_of(tensors: list[torch.Tensor]) -> Layout:
     """Return what recognizes lists of tensors that are laid out as these are."""
     host = _host_for(tensors)
     if host is not None:
-        return _Record(host, tensors)
+        return Record(host, tensors)
     guard = _guard_class()
     has_duplicates = len({id(tensor) for tensor in tensors}) < len(tensors)
     all_strided = all(tensor.layout is torch.strided for tensor in tensors)
@@ -96,8 +97,8 @@ def _addresses_of(tensors: list[torch.Tensor]) -> list[int]:
 _versions = count()
 
 
-class _Record:
-    """A record of the host's code."""
+class Record:
+    """A layout with addresses, which the host's code compares."""
 
     def __init__(self, host: native.Host, tensors: list[torch.Tensor]) -> None:
         self._host = host
@@ -106,6 +107,10 @@ class _Record:
 
     def check(self, *tensors: torch.Tensor) -> bool:
         """Whether tensors have this layout."""
+        return self.check_all(tensors)
+
+    def check_all(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the tensors of a list or a tuple have this layout."""
         change = self._host.compare(tensors, self._record)
         if change == native.MOVED:
             self._record = self._host.record(tensors)

@@ -36,7 +36,7 @@ class Host(Protocol):
         """Return `.grad` of every parameter, or of every one that has a gradient."""
         ...
 
-    def record(self, tensors: Sequence[torch.Tensor], /) -> bytes:
+    def record(self, tensors: Sequence[torch.Tensor | None], /) -> bytes:
         """Return where tensors of a list or a tuple are and how they are laid out.
 
         Raises:
@@ -44,13 +44,17 @@ class Host(Protocol):
         """
         ...
 
-    def compare(self, tensors: Sequence[torch.Tensor], record: bytes, /) -> int:
+    def compare(self, tensors: Sequence[torch.Tensor | None], record: bytes, /) -> int:
         """Compare tensors with a record.
 
         Returns:
             `SAME`; `MOVED` if types, dtypes, devices, shapes and strides are the same
             and an address is not; or `CHANGED`.
         """
+        ...
+
+    def compare_grads(self, params: Sequence[torch.Tensor], record: bytes, /) -> int:
+        """Compare `.grad` of every parameter with a record of them."""
         ...
 
     def launch(
@@ -119,7 +123,11 @@ def _build() -> Host | None:
         module = compile_module_from_src(
             source, "lossscale_host", include_dirs=[headers]
         )
-        module.connect(torch.Tensor.__dlpack_c_exchange_api__)
+        module.connect(
+            torch.Tensor.__dlpack_c_exchange_api__,
+            torch.Tensor.grad,
+            (torch.nn.Parameter, torch.Tensor),
+        )
     except Exception as error:  # noqa: BLE001  # of compilers, loaders and versions
         message = (
             "lossscale's host code could not be built, so that steps with many "

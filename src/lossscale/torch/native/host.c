@@ -19,8 +19,16 @@ static int (*describe)(void *tensor, DLTensor *description);
 
 static PyObject *grad_name;
 
-static PyObject *connect(PyObject *self, PyObject *capsule) {
+/* torch's own getter of `grad`, and the types that have it and no other. */
+static PyGetSetDescrObject *grad_descriptor;
+static PyObject *plain_types;
+
+static PyObject *connect(PyObject *self, PyObject *args) {
   (void)self;
+  PyObject *capsule, *descriptor, *types;
+  if (!PyArg_ParseTuple(args, "OO!O!", &capsule, &PyGetSetDescr_Type, &descriptor,
+                        &PyTuple_Type, &types))
+    return NULL;
   DLPackExchangeAPI *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
   if (api == NULL) return NULL;
   if (api->header.version.major != DLPACK_MAJOR_VERSION) {
@@ -29,7 +37,17 @@ static PyObject *connect(PyObject *self, PyObject *capsule) {
     return NULL;
   }
   describe = api->dltensor_from_py_object_no_sync;
+  grad_descriptor = (PyGetSetDescrObject *)Py_NewRef(descriptor);
+  plain_types = Py_NewRef(types);
   Py_RETURN_NONE;
+}
+
+/* Return `param.grad`: a new reference. */
+static PyObject *read_grad(PyObject *param) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(plain_types); i++)
+    if ((PyObject *)Py_TYPE(param) == PyTuple_GET_ITEM(plain_types, i))
+      return grad_descriptor->d_getset->get(param, grad_descriptor->d_getset->closure);
+  return PyObject_GetAttr(param, grad_name);
 }
 
 static int require_sequence(PyObject *value) {
@@ -56,7 +74,7 @@ static PyObject *read_grads(PyObject *self, PyObject *const *args, Py_ssize_t na
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params); i++) {
     PyObject *param = PySequence_Fast_GET_ITEM(params, i);
     Py_INCREF(param);
-    PyObject *grad = PyObject_GetAttr(param, grad_name);
+    PyObject *grad = read_grad(param);
     Py_DECREF(param);
     int failed = grad == NULL;
     if (!failed && (keeps_none || grad != Py_None)) failed = PyList_Append(grads, grad);
@@ -71,15 +89,22 @@ static PyObject *read_grads(PyObject *self, PyObject *const *args, Py_ssize_t na
 
 /* -- records ------------------------------------------------------------------------- */
 
-/* A record has, for each tensor, these numbers and then its sizes and strides. */
+/* A record has, for each tensor, these numbers and then its sizes and strides. Of `None`
+ * it has the type alone. */
 enum { TYPE, DATA, DEVICE, DTYPE, DIMENSIONS, HEADER };
 
-static void write_header(int64_t *numbers, PyObject *tensor, const DLTensor *is) {
+/* Describe a tensor or `None`; 0 with a Python exception on failure. */
+static int read_header(PyObject *tensor, DLTensor *is, int64_t *numbers) {
+  memset(numbers, 0, HEADER * sizeof *numbers);
   numbers[TYPE] = (int64_t)(intptr_t)Py_TYPE(tensor);
+  is->ndim = 0;
+  if (tensor == Py_None) return 1;
+  if (describe(tensor, is)) return 0;
   numbers[DATA] = (int64_t)(intptr_t)is->data + (int64_t)is->byte_offset;
   numbers[DEVICE] = ((int64_t)is->device.device_type << 32) | (uint32_t)is->device.device_id;
   numbers[DTYPE] = ((int64_t)is->dtype.code << 32) | (is->dtype.bits << 16) | is->dtype.lanes;
   numbers[DIMENSIONS] = is->ndim;
+  return 1;
 }
 
 static PyObject *record(PyObject *self, PyObject *tensors) {
@@ -87,23 +112,24 @@ static PyObject *record(PyObject *self, PyObject *tensors) {
   if (!require_sequence(tensors)) return NULL;
   Py_ssize_t count = PySequence_Fast_GET_SIZE(tensors), size = 0;
   DLTensor is;
+  int64_t header[HEADER];
   for (Py_ssize_t i = 0; i < count; i++) {
-    if (describe(PySequence_Fast_GET_ITEM(tensors, i), &is)) return NULL;
+    if (!read_header(PySequence_Fast_GET_ITEM(tensors, i), &is, header)) return NULL;
     size += HEADER + 2 * is.ndim;
   }
   PyObject *bytes = PyBytes_FromStringAndSize(NULL, size * (Py_ssize_t)sizeof(int64_t));
   if (bytes == NULL) return NULL;
   int64_t *numbers = (int64_t *)PyBytes_AS_STRING(bytes);
   for (Py_ssize_t i = 0; i < count; i++) {
-    PyObject *tensor = PySequence_Fast_GET_ITEM(tensors, i);
-    if (describe(tensor, &is)) {
+    if (!read_header(PySequence_Fast_GET_ITEM(tensors, i), &is, numbers)) {
       Py_DECREF(bytes);
       return NULL;
     }
-    write_header(numbers, tensor, &is);
     size_t length = (size_t)is.ndim * sizeof(int64_t);
-    memcpy(numbers + HEADER, is.shape, length);
-    memcpy(numbers + HEADER + is.ndim, is.strides, length);
+    if (length) {
+      memcpy(numbers + HEADER, is.shape, length);
+      memcpy(numbers + HEADER + is.ndim, is.strides, length);
+    }
     numbers += HEADER + 2 * is.ndim;
   }
   return bytes;
@@ -111,39 +137,63 @@ static PyObject *record(PyObject *self, PyObject *tensors) {
 
 enum { SAME, MOVED, CHANGED };
 
-static PyObject *compare(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
-  (void)self;
+/* Compare a tensor with its part of a record, and go on to the next part. */
+static int compare_one(PyObject *tensor, const int64_t **next, const int64_t *end) {
+  const int64_t *numbers = *next;
+  int64_t header[HEADER];
+  DLTensor is;
+  /* The type first: what is no tensor must not be described. */
+  if (numbers == end || numbers[TYPE] != (int64_t)(intptr_t)Py_TYPE(tensor)) return CHANGED;
+  if (!read_header(tensor, &is, header)) {
+    PyErr_Clear();
+    return CHANGED;
+  }
+  int moved = header[DATA] != numbers[DATA];
+  header[DATA] = numbers[DATA];
+  size_t length = (size_t)is.ndim * sizeof(int64_t);
+  if (memcmp(header, numbers, sizeof header)) return CHANGED;
+  if (length && (memcmp(is.shape, numbers + HEADER, length) ||
+                 memcmp(is.strides, numbers + HEADER + is.ndim, length)))
+    return CHANGED;
+  *next = numbers + HEADER + 2 * is.ndim;
+  return moved ? MOVED : SAME;
+}
+
+/* Compare tensors, or the gradients of parameters, with a record. */
+static PyObject *compare_all(PyObject *const *args, Py_ssize_t nargs, int of_grads) {
   if (nargs != 2 || !require_sequence(args[0]) || !PyBytes_Check(args[1])) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "expected tensors and bytes");
     return NULL;
   }
   PyObject *tensors = args[0];
-  const int64_t *numbers = (const int64_t *)PyBytes_AS_STRING(args[1]);
-  const int64_t *end = numbers + PyBytes_GET_SIZE(args[1]) / (Py_ssize_t)sizeof(int64_t);
-  int64_t header[HEADER];
-  int moved = 0;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tensors); i++) {
+  const int64_t *next = (const int64_t *)PyBytes_AS_STRING(args[1]);
+  const int64_t *end = next + PyBytes_GET_SIZE(args[1]) / (Py_ssize_t)sizeof(int64_t);
+  int result = SAME;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tensors) && result != CHANGED; i++) {
     PyObject *tensor = PySequence_Fast_GET_ITEM(tensors, i);
-    DLTensor is;
-    /* The type first: what is no tensor must not be described. */
-    if (numbers == end || numbers[TYPE] != (int64_t)(intptr_t)Py_TYPE(tensor))
-      return PyLong_FromLong(CHANGED);
-    if (describe(tensor, &is)) {
-      PyErr_Clear();
-      return PyLong_FromLong(CHANGED);
+    Py_INCREF(tensor);
+    if (of_grads) {
+      PyObject *grad = read_grad(tensor);
+      Py_DECREF(tensor);
+      if (grad == NULL) return NULL;
+      tensor = grad;
     }
-    write_header(header, tensor, &is);
-    moved |= header[DATA] != numbers[DATA];
-    header[DATA] = numbers[DATA];
-    size_t length = (size_t)is.ndim * sizeof(int64_t);
-    if (memcmp(header, numbers, sizeof header) ||
-        memcmp(is.shape, numbers + HEADER, length) ||
-        memcmp(is.strides, numbers + HEADER + is.ndim, length))
-      return PyLong_FromLong(CHANGED);
-    numbers += HEADER + 2 * is.ndim;
+    int change = compare_one(tensor, &next, end);
+    Py_DECREF(tensor);
+    if (change > result) result = change;
   }
-  if (numbers != end) return PyLong_FromLong(CHANGED);
-  return PyLong_FromLong(moved ? MOVED : SAME);
+  if (result != CHANGED && next != end) result = CHANGED;
+  return PyLong_FromLong(result);
+}
+
+static PyObject *compare(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+  (void)self;
+  return compare_all(args, nargs, 0);
+}
+
+static PyObject *compare_grads(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+  (void)self;
+  return compare_all(args, nargs, 1);
 }
 
 /* -- launches ------------------------------------------------------------------------ */
@@ -230,10 +280,11 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyMethodDef methods[] = {
-    {"connect", connect, METH_O, NULL},
+    {"connect", connect, METH_VARARGS, NULL},
     {"read_grads", (PyCFunction)(void (*)(void))read_grads, METH_FASTCALL, NULL},
     {"record", record, METH_O, NULL},
     {"compare", (PyCFunction)(void (*)(void))compare, METH_FASTCALL, NULL},
+    {"compare_grads", (PyCFunction)(void (*)(void))compare_grads, METH_FASTCALL, NULL},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -129,12 +129,13 @@ class ScaledOptimizer(torch.optim.Optimizer):
         self, params: list[torch.Tensor], measurement: UpdateMeasurement | None
     ) -> None:
         """Update what the kernels can update, and the rest by torch's functions."""
-        grads = native.read_grads(params)
-        plan = self._plan
-        if plan is None or not plan.fits(self, params, grads):
-            if all(grad is None for grad in grads):
-                return
-            plan = self._plan = StepPlan(self, params, grads, plan)
+        plan, grads = self._plan, None
+        if plan is None or not plan.goes_on(self, params):
+            grads = native.read_grads(params)
+            if plan is None or not plan.fits(self, params, grads):
+                if all(grad is None for grad in grads):
+                    return
+                plan = self._plan = StepPlan(self, params, grads, plan)
         if plan.eager:
             # With the settings that the groups have now.
             self._step_eagerly(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lossscale.errors import ContextError
+from lossscale.torch import native
 from lossscale.torch.devices import is_capturing
 from lossscale.torch.distributed.dtensor import as_dtensor, local_shard
 from lossscale.torch.inspection import kernel_backend
@@ -88,6 +89,10 @@ class StepPlan:
         self._keys = _keys_of(optimizer)
         self._has_shards = any(as_dtensor(param) is not None for param in params)
         self._placement = Placement(self._local(params))
+        self._version: int | None = None
+        """That of the gradients at the last step."""
+        self._grads_record: bytes | None = None
+        """Their record, once they stay where they are."""
         self.eager: dict[int, list[torch.Tensor]] = {}
         """The parameters that torch updates, by the index of their group."""
         self.is_final = True
@@ -147,12 +152,42 @@ class StepPlan:
         ):
             return False  # torch's guard asks for tensors
         return (
+            self._grads_layout.check(*present)  # type: ignore[arg-type]
+            and self._has_params(optimizer, params)
+        )
+
+    def goes_on(self, optimizer: "ScaledOptimizer", params: list[torch.Tensor]) -> bool:
+        """Whether the gradients, too, are where they were at the last two steps.
+
+        Then nobody has to read them.
+        """
+        host, record = native.host, self._grads_record
+        return (
+            host is not None
+            and record is not None
+            and not any(is_capturing(plan.tables.device) for plan in self.devices)
+            and host.compare_grads(params, record) == native.SAME
+            and self._has_params(optimizer, params)
+        )
+
+    def _has_params(
+        self, optimizer: "ScaledOptimizer", params: list[torch.Tensor]
+    ) -> bool:
+        """Whether parameters, settings and state are those of this plan."""
+        return (
             are_identical(params, self._params)
             and self._keys == _keys_of(optimizer)
-            and self._grads_layout.check(*present)  # type: ignore[arg-type]
             and self._placement.is_same(self._local(params))
             and optimizer.keeps(self._kept)
         )
+
+    def _note_grads(self, grads: list[torch.Tensor | None]) -> None:
+        """Record the gradients if they have stayed where they were for two steps."""
+        version = version_of(self._grads_layout)
+        self._grads_record = None
+        if version is not None and version == self._version and native.host is not None:
+            self._grads_record = native.host.record(grads)
+        self._version = version
 
     def _local(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return parameters, of DTensors the shards of this rank."""
@@ -161,7 +196,7 @@ class StepPlan:
     def run(
         self,
         optimizer: "ScaledOptimizer",
-        grads: list[torch.Tensor | None],
+        grads: list[torch.Tensor | None] | None,
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
         *,
@@ -172,7 +207,7 @@ class StepPlan:
 
         Args:
             optimizer: The optimizer.
-            grads: The gradients of all parameters.
+            grads: The gradients of all parameters; `None` if `goes_on` has said so.
             grad_scale: What divides them, if they are scaled.
             found_inf: 1.0 to skip the step, else 0.0.
             write_back: Whether to write the unscaled gradients.
@@ -180,11 +215,11 @@ class StepPlan:
         """
         for plan in self.devices:
             device_grads = grads
-            if not plan.is_whole:
+            if grads is not None and not plan.is_whole:
                 device_grads = [
                     None if index is None else grads[index] for index in plan.positions
                 ]
-            if self._has_shards:
+            if device_grads is not None and self._has_shards:
                 device_grads = [
                     None if grad is None else local_shard(grad) for grad in device_grads
                 ]
@@ -214,6 +249,8 @@ class StepPlan:
                     for value in optimizer.state[member.param].values()
                 ]
                 optimizer.keep_for_graph(plan.tables, kept)
+        if grads is not None:
+            self._note_grads(grads)
 
 
 def _keys_of(optimizer: "ScaledOptimizer") -> list[object]:

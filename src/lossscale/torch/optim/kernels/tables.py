@@ -160,7 +160,7 @@ class Tables:
 
     def apply(
         self,
-        grads: list[torch.Tensor | None],
+        grads: list[torch.Tensor | None] | None,
         groups: Sequence[Group],
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
@@ -173,7 +173,8 @@ class Tables:
         """Update the parameters.
 
         Args:
-            grads: The gradient of each row; `None` where there is none.
+            grads: The gradient of each row, `None` where there is none; or `None` if
+                they have the addresses of the step before.
             groups: The parameter groups.
             grad_scale: What divides the gradients, if they are scaled.
             found_inf: 1.0 to skip the step, else 0.0.
@@ -191,7 +192,8 @@ class Tables:
             # A graph gets addresses of its own, which never change.
             addresses = GradientAddresses(self._count, self.device)
             self._kept.append(addresses)
-        addresses.set(grads, has_all=has_all, version=version)
+        if grads is not None:
+            addresses.set(grads, has_all=has_all, version=version)
         scale = self._number(grad_scale, self._no_scale)
         flag = self._number(found_inf, self._no_flag)
         is_aligned = self._is_aligned and addresses.is_aligned

@@ -1,7 +1,8 @@
-"""A launch by CUDA's driver: the arguments as a driver reads them."""
+"""The host's code in C: launches, and gradients as Python reads them."""
 
 import ctypes
 import struct
+import sys
 
 import pytest
 
@@ -100,3 +101,68 @@ def test_what_cannot_be_an_argument_is_refused(host, codes, arguments, error):
 
 def test_another_version_of_triton_launches_by_itself():
     assert prepare_launch(object(), 1) is None
+
+
+class Counted(torch.nn.Parameter):
+    """A parameter that notes how often its gradient is read."""
+
+    reads = 0
+
+    @property
+    def grad(self):
+        Counted.reads += 1
+        return super().grad
+
+
+def test_the_gradients_are_read_as_python_reads_them(host):
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    params[0].grad, params[2].grad = torch.ones(2), torch.ones(2)
+    every = [param.grad for param in params]
+    read = host.read_grads(params, True)
+    assert len(every) == len(read)
+    assert all(a is b for a, b in zip(every, read, strict=True))
+    present = host.read_grads(tuple(params), False)
+    assert [id(every[0]), id(every[2])] == [id(grad) for grad in present]
+
+
+def test_a_parameter_with_a_gradient_of_its_own_making_is_asked_for_it(host):
+    assert [None] == host.read_grads([Counted(torch.zeros(2))], True)
+    assert 1 == Counted.reads
+
+
+@pytest.mark.parametrize("wrong", [[1], [None], [torch.zeros(2), "grad"]])
+def test_what_has_no_gradient_raises_as_in_python(host, wrong):
+    with pytest.raises(AttributeError, match="grad"):
+        host.read_grads(wrong, True)
+    with pytest.raises(TypeError, match="expected a list or a tuple"):
+        host.read_grads(iter(wrong), True)
+
+
+def test_gradients_are_compared_with_a_record_of_them(host):
+    params = [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3)]
+    for param in params[1:]:
+        param.grad = torch.ones(2, 2)
+    record = host.record([param.grad for param in params])
+    assert native.SAME == host.compare_grads(params, record)
+    assert native.CHANGED == host.compare_grads(params[:2], record)
+    params[1].grad = torch.ones(2, 2)
+    assert native.MOVED == host.compare_grads(params, record)
+    params[2].grad = torch.ones(2, 2).t().clone(memory_format=torch.preserve_format)
+    assert native.CHANGED == host.compare_grads(params, record)
+    params[2].grad = None
+    assert native.CHANGED == host.compare_grads(params, record)
+    params[0].grad = torch.ones(2, 2)
+    assert native.CHANGED == host.compare_grads(params, record)
+
+
+def test_nothing_is_kept_alive_by_reading_and_comparing(host):
+    param = torch.nn.Parameter(torch.zeros(2))
+    param.grad = torch.ones(2)
+    record = host.record([param.grad])
+    before = sys.getrefcount(param), sys.getrefcount(param.grad)
+    for _ in range(100):
+        host.read_grads([param], False)
+        host.compare_grads([param], record)
+        host.compare([param.grad], record)
+        host.record([param.grad, None])
+    assert before == (sys.getrefcount(param), sys.getrefcount(param.grad))
