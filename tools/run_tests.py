@@ -103,7 +103,7 @@ SUITES = {
             "tests/kernels/test_kernels_compile.py",
             "tests/kernels/test_optim_compile.py",
             "tests/kernels/test_norms_compile.py",
-            "tests/kernels/test_host.py",
+            "tests/kernels/test_native.py",
         ),
         {},
     ),

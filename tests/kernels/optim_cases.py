@@ -222,6 +222,10 @@ def checks(
         yield from of_each(device, setting, block)
         yield from replaced(device, setting)
     yield "removed group", lambda: check_removed_group(device)
+    yield "after an exception", lambda: check_after_exception(device)
+    yield "negated", lambda: check_negated(device)
+    yield "fewer parameters", lambda: check_fewer_params(device)
+    yield "other entries", lambda: check_other_entries(device)
     yield "changed dtype", lambda: check_changed_dtype(device)
     yield "foreign state", lambda: check_foreign_state(device)
     yield "other memory", lambda: check_other_memory(device)
@@ -247,6 +251,7 @@ def checks(
             )
     yield "fused with the same scalars", lambda: check_same_scalars(device)
     if device == "cuda":
+        yield "captured twice", check_captured_twice
         for masters in (False, True):
             yield f"graph masters={masters}", lambda m=masters: check_graph(m)
     if large:
@@ -286,6 +291,10 @@ def replaced(device, setting):
     yield f"freed at once {setting}", lambda: check_freed_at_once(device, setting)
     yield f"held {setting}", lambda: check_held(device, setting)
     yield f"noted {setting}", lambda: check_noted(device, setting)
+    yield (
+        f"found by the collector {setting}",
+        lambda: check_found_by_the_collector(device, setting),
+    )
     yield f"resting {setting}", lambda: check_replaced_at_rest(device, setting)
 
 
@@ -554,6 +563,126 @@ def check_noted(device, setting):
     optimizer.load_state_dict(optimizer.state_dict())
     gc.collect()
     assert [False, False] == [(step(), step())[1], step()]
+
+
+def make_sgd(sizes, device):
+    """Return SGD at a rate of 1 on weights of zeros, with gradients of ones."""
+    params = [torch.nn.Parameter(torch.zeros(size, device=device)) for size in sizes]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return optim.SGD(params, lr=1.0), params
+
+
+def check_after_exception(device):
+    """A step that raised leaves no addresses behind that are not those of the next."""
+    optimizer, (param,) = make_sgd([8], device)
+    first, other = param.grad, torch.full_like(param.grad, 100.0)
+    for _ in range(4):
+        optimizer.step()
+    param.grad, optimizer.grad_scale = other, 2.0  # no tensor
+    try:
+        optimizer.step()
+    except AttributeError:
+        optimizer.grad_scale = None
+    else:
+        message = "a scale that is no tensor was accepted"
+        raise AssertionError(message)
+    before = param.detach().clone()
+    param.grad = first
+    optimizer.step()
+    check_equal({"weight": before - 1.0}, {"weight": param.detach()})
+
+
+def check_negated(device):
+    """A gradient that autograd has left negated, in the memory of one that is not."""
+    optimizer, (param,) = make_sgd([()], device)
+    number = torch.tensor(1 + 3j, device=device)
+    for conjugates in (False, False, False, True, True, False, True):
+        optimizer.zero_grad()
+        value = torch.complex(torch.zeros_like(param), param)
+        value = value.conj() if conjugates else value
+        ((value * number).imag + 0).backward()
+        before, slope = param.item(), param.grad.resolve_neg().item()
+        optimizer.step()
+        assert before - slope == param.item()
+
+
+def check_fewer_params(device):
+    """Parameters are removed from a group, of which some had no gradient."""
+    for kept in (slice(2, None), slice(4, None), slice(0, 1)):
+        optimizer, params = make_sgd([8] * 5, device)
+        for param in params[1:4]:
+            param.grad = None
+        for _ in range(3):
+            optimizer.step()
+        optimizer.param_groups[0]["params"] = params[kept]
+        optimizer.step()
+        expected = [0.0 if i in (1, 2, 3) else -3.0 for i in range(5)]
+        for index in range(5)[kept]:
+            expected[index] -= params[index].grad is not None
+        assert expected == [param[0].item() for param in params]
+
+
+def check_other_entries(device):
+    """Other code keeps entries of its own in the state."""
+    params = make_params(FLOAT32, [(70,), (5,)], device)
+    optimizer = optim.AdamW(params)
+    optimizer.state["epoch"] = 3
+    for number in range(3):
+        set_grads(params, number)
+        optimizer.step()
+        assert 3 == optimizer.state["epoch"]
+    optimizer.state[params[0]]["note"] = "mine"
+    optimizer.step()
+    assert [3.0, 4.0] == [3.0, optimizer.state[params[0]]["step"].item()]
+
+
+def check_found_by_the_collector(device, setting):
+    """Tools that find tensors without `optimizer.state` move all of them."""
+
+    def train(*, moves):
+        params = make_params(FLOAT16, [(70,), (5,)] * 10, device)
+        optimizer = setting.ours(params, master_weights=True)
+        for number in range(4):
+            set_grads(params, number)
+            optimizer.step()
+        assert not optimizer._state_was_read
+        if moves:
+            known = {id(x) for x in vars(optimizer)["state"][params[0]].values()}
+            sizes = {x.numel() for x in params}
+            for found in gc.get_objects():
+                if type(found) is torch.Tensor and found.numel() in sizes:
+                    known.discard(id(found))
+                    found.data = found.data.clone()
+            assert len(known) <= 1  # but for the step count
+        for number in range(4, 6):
+            set_grads(params, number)
+            optimizer.step()
+        return optimizer
+
+    check_equal(tensors_of(train(moves=False)), tensors_of(train(moves=True)))
+
+
+def check_captured_twice():
+    """Several steps in one graph, and a step without it on the same gradients."""
+    optimizer, (param,) = make_sgd([8], "cuda")
+    warm_up = param.grad
+    for _ in range(3):
+        optimizer.step()
+    param.grad = torch.full_like(param, 100.0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+        optimizer.step()
+    again = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(again):
+        optimizer.step()
+    warm_up.fill_(math.nan)
+    for count, take in enumerate((graph.replay, again.replay, optimizer.step)):
+        take()
+        expected = torch.full_like(param, -3.0 - 100.0 * (2, 3, 4)[count])
+        check_equal({"weight": expected}, {"weight": param.detach()})
 
 
 def check_freed_at_once(device, setting):

@@ -50,23 +50,25 @@ def shape_of(columns):
 
 
 @pytest.mark.parametrize("has_mean", [False, True])
-@pytest.mark.parametrize("columns", [7, 768, 16384])
+@pytest.mark.parametrize("columns", [7, 768, 5000, 16384])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_both_passes_compile(capability, columns, has_mean):
-    warps = max(4, min(16, columns // 1024))
+    warps = launch.warps_of(columns)
     options = shape_of(columns) | {"has_mean": has_mean, "has_weight": True}
     forward = {"epsilon": 1e-5, "has_bias": has_mean}
     text = ptx(norms.normalize, FORWARD, capability, warps, **options, **forward)
     assert "sqrt.rn.f32" in text
+    assert not re.search(r"div\.(full|approx)|sqrt\.approx", text)
     options |= {"wants_weight": True, "wants_bias": has_mean}
     text = ptx(norms.normalize_backward, BACKWARD, capability, warps, **options)
+    assert not re.search(r"div\.(full|approx)", text)
     assert ".local" not in text  # what does not fit into registers
 
 
 def test_the_sums_of_programs_compile_without_atomics():
     # The order of an atomic sum differs from run to run.
     sizes = {"tile": launch.SUM_TILE, "width": launch.SUM_WIDTH}
-    text = ptx(norms.add_sums, SUMS, 90, columns=768, grads=2, **sizes)
+    text = ptx(norms.add_sums, SUMS, 90, columns=768, kinds=2, **sizes)
     assert not re.search(r"\b(atom|red)\.", text)
 
 

@@ -55,7 +55,7 @@ def test_the_wheel_holds_the_package_its_data_and_its_licences(wheel):
         "lossscale/core/rule.py",
         "lossscale/py.typed",
         "lossscale/demo/digits.npz",
-        "lossscale/torch/native/host.c",
+        "lossscale/torch/native/native.c",
         "lossscale/demo/DIGITS-LICENCE.txt",
     ):
         assert name in names

@@ -86,6 +86,10 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether the code runs inside a transform of `torch.func`."""
 
+is_batched: Callable[[torch.Tensor], bool]
+is_batched = torch._C._functorch.is_legacy_batchedtensor
+"""Whether a gradient is several: `torch.autograd.grad(..., is_grads_batched=True)`."""
+
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 """Whether the code is traced by `torch.jit.trace`, or exported to ONNX by it."""
 

@@ -506,3 +506,21 @@ def test_an_overflow_after_unscaling_is_reported_at_the_scale_of_the_loss():
     assert ("inf", 1024.0, None) == (report.reason, report.scale, report.amax)
     assert {"weight": "inf"} == report.nonfinite
     assert [1.0, 1.0] == weight.tolist()
+
+
+def test_a_gradient_too_large_after_unscaling_is_named_and_measured():
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.Adam([first, second], lr=0.1)
+    named = [("first", first), ("second", second)]
+    scaler = ls.GradScaler("cpu", init_scale=1024.0, names=named, measure_amax=True)
+    scaler.scale((first + second).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.scale(torch.ones(()))
+    first.grad[1] = 1e20  # its square is beyond float32
+    scaler.step(optimizer)
+    scaler.update()
+    report = scaler.last_step
+    assert ("headroom", 1024.0) == (report.reason, report.scale)
+    assert {"first": "headroom"} == report.nonfinite
+    assert pytest.approx(1e20) == report.amax
+    assert [1.0, 1.0] == first.tolist() == second.tolist()

@@ -23,7 +23,7 @@ def way(request, monkeypatch):
     if takes_record:
         pytest.importorskip("triton", reason="triton is not installed")
         if native.load() is None:
-            pytest.skip("host.c could not be built: there is no C compiler")
+            pytest.skip("native.c could not be built: there is no C compiler")
     guard = layout_cache._try_guard()
     if request.param == "guard" and guard is None:
         pytest.skip("this torch has no guard that sees every difference")
@@ -45,7 +45,7 @@ class Layout:
 
 
 WAYS = {
-    layout_cache.Record: "record",
+    layout_cache.AddressedLayout: "record",
     layout_cache._Fingerprint: "without",
 }
 
@@ -170,7 +170,7 @@ def test_what_the_guard_sees_of_the_surroundings_settles_when_they_stay(way):
 
 def layout_of_record(tensors):
     layout = layout_of(tensors)
-    assert isinstance(layout, layout_cache.Record)
+    assert isinstance(layout, layout_cache.AddressedLayout)
     return layout
 
 
@@ -209,7 +209,7 @@ def test_what_the_hosts_code_cannot_see_is_compared_otherwise(way, kind):
         "conjugated": number,
         "of a subclass": torch.zeros(1).as_subclass(Subclass),
     }[kind]
-    assert not isinstance(layout_of([tensor]), layout_cache.Record)
+    assert not isinstance(layout_of([tensor]), layout_cache.AddressedLayout)
 
 
 def test_a_placement_is_of_tensors_where_they_are(way):

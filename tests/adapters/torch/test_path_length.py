@@ -41,7 +41,7 @@ class Profile:
 
 def test_a_clipped_step_takes_at_most_60_calls_8_deep_in_10_files(monkeypatch):
     # The C code for kernels, which another test of this process may have loaded.
-    monkeypatch.setattr(native, "host", None)
+    monkeypatch.setattr(native, "code", None)
     model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = GradScaler("cpu")

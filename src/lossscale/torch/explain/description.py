@@ -10,6 +10,7 @@ from lossscale.torch.explain.events import Event
 from lossscale.torch.explain.gradients import GradientWatch, LateGradient
 from lossscale.torch.explain.losses import LossCount
 from lossscale.torch.explain.modules import Names
+from lossscale.torch.half_precision.mixed_norms import is_mixed
 
 
 def describe(
@@ -101,8 +102,9 @@ _COPYING_NODES = ("AccumulateGrad", "ToCopyBackward0", "TBackward0", "ViewBackwa
 
 
 def _type_name(module: object) -> str:
-    """Return the class of a module; FSDP2 gives it a prefix."""
-    return type(module).__name__.removeprefix("FSDP")
+    """Return the class of a module; FSDP2 and `to_float16` give it prefixes."""
+    name = type(module).__name__.removeprefix("FSDP")
+    return name.removeprefix("Mixed") if is_mixed(module) else name
 
 
 def describe_late(name: str, late: LateGradient) -> Finding:

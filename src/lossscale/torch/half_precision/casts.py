@@ -5,7 +5,9 @@ They read the dtype that the weights have at the time of the call, so that a mod
 working after `model.float()` or `model.bfloat16()`.
 """
 
+import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -23,52 +25,113 @@ UP_TO_FLOAT64 = UP_TO_FLOAT32 | {torch.float64}
 """The floating-point dtypes that are cast; those of 8 bits belong to quantisation."""
 
 
-class WeightDtype(NamedTuple):
-    """The dtype that a parameter has at the time of the call."""
+class WeightDtype:
+    """The dtype of a model's weights, read from one of them at every forward pass.
 
-    module: torch.nn.Module | None
-    """The module that has the parameter, or `None` if no module has one."""
-    name: str
-    fallback: torch.dtype
-    """The dtype if there is no parameter, or no longer."""
+    A copy of the whole model reads its own weight. A copy of a part, such as PEFT makes
+    of a normalisation layer, goes on to read that of the model it was copied from: it
+    most likely becomes a part of that. It does not copy the weight.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module | None,
+        name: str,
+        fallback: torch.dtype,
+        model: torch.nn.Module | None,
+    ) -> None:
+        """Remember which weight to read.
+
+        Args:
+            module: The module that has the parameter; `None` if no module has one.
+            name: The name of the parameter there.
+            fallback: The dtype if there is no parameter, or no longer.
+            model: The whole model.
+        """
+        self._module, self._name, self._fallback = module, name, fallback
+        self._model = None if model is None else ref(model)
 
     @classmethod
     def of_first(
-        cls, modules: list[torch.nn.Module], dtype: torch.dtype
+        cls,
+        modules: list[torch.nn.Module],
+        dtype: torch.dtype,
+        model: torch.nn.Module | None,
     ) -> "WeightDtype":
-        """Find the first parameter that has this dtype now."""
+        """Find the first parameter that has this dtype now.
+
+        Args:
+            modules: Where to look for it.
+            dtype: The dtype.
+            model: The whole model.
+        """
         for module in modules:
             for name, param in module.named_parameters(recurse=False):
                 if param.dtype == dtype:
-                    return cls(module, name, dtype)
-        return cls(None, "", dtype)
+                    return cls(module, name, dtype, model)
+        return cls(None, "", dtype, model)
 
     def read(self) -> torch.dtype:
-        """Return the dtype."""
-        if self.module is None:
-            return self.fallback
-        # An attribute may be computed: torch.nn.utils.parametrize makes it a property.
-        param = self.module._parameters.get(self.name)  # noqa: SLF001
-        if param is None or param.dtype not in UP_TO_FLOAT64:  # such as quantised
-            return self.fallback
-        return param.dtype
+        """Return the dtype that the weight has now."""
+        if self._module is None:
+            return self._fallback
+        param = self._module._parameters.get(self._name)  # noqa: SLF001
+        if param is None:
+            return self._read_any(self._module)
+        return param.dtype if param.dtype in UP_TO_FLOAT64 else self._fallback
+
+    def _read_any(self, module: torch.nn.Module) -> torch.dtype:
+        """Return the dtype of any weight of a module, such as one that is pruned.
+
+        Pruning and parametrizations give the parameter another name, or put it into a
+        module inside.
+        """
+        for param in module.parameters():
+            if param.dtype in UP_TO_FLOAT64:
+                return param.dtype
+        return self._fallback
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WeightDtype":
+        """Return one for a copy of the model, or of a part of it."""
+        model = None if self._model is None else self._model()
+        is_whole = model is not None and id(model) in memo
+        module = self._module
+        if is_whole:
+            module = copy.deepcopy(module, memo)
+            model = memo[id(model)]
+        elif module is not None:
+            module = memo.get(id(module), module)
+        return WeightDtype(module, self._name, self._fallback, model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: no weak reference."""
+        return {**vars(self), "_model": None}
 
 
 class BorderCasts(NamedTuple):
-    """The casts around a module that stays in float32."""
+    """The casts around a module that stays in float32 in a model in float16.
+
+    float64 is left alone: code that computes in float64 does so on purpose.
+    """
 
     inside: WeightDtype
-    """The dtype of its own weights."""
+    """The dtype of its own weights, to which inputs are cast."""
     outside: WeightDtype
-    """The dtype of the weights around it."""
+    """The dtype of the rest of the model, to which results are cast."""
 
     def cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in the dtype of the module."""
-        return _cast(tensor, UP_TO_FLOAT32, self.inside.read())
+        """Return an input in the dtype of the module's weights."""
+        return self._cast(tensor, self.inside)
 
     def cast_output(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in the dtype outside."""
-        return _cast(tensor, UP_TO_FLOAT32, self.outside.read())
+        """Return a result in the dtype of the rest of the model."""
+        return self._cast(tensor, self.outside)
+
+    @staticmethod
+    def _cast(tensor: torch.Tensor, target: WeightDtype) -> torch.Tensor:
+        if not isinstance(tensor, torch.Tensor) and hasattr(tensor, "to"):
+            return tensor.to(target.read())  # a proxy of torch.fx, without a dtype
+        return _cast(tensor, UP_TO_FLOAT32, target.read())
 
 
 class _CastInputs:
@@ -85,7 +148,8 @@ class _CastInputs:
         Args:
             sources: What is cast.
             target: What it is cast to.
-            takes_narrow: Whether a GPU needs no cast of 16 bits to float32.
+            takes_narrow: Whether torch computes the module in float32 on a GPU also
+                from inputs of 16 bits, so that these need no cast.
         """
         self._sources, self._target = sources, target
         self._takes_narrow = takes_narrow
@@ -131,15 +195,12 @@ def cast_around_model(model: torch.nn.Module, weights: WeightDtype) -> None:
 
     Results in float64 are left alone.
     """
-    results = WeightDtype(None, "", torch.float32)
+    results = WeightDtype(None, "", torch.float32, None)
     _register(model, _CastInputs(UP_TO_FLOAT64, weights), _CastOutputs(NARROW, results))
 
 
 def cast_around_kept(module: torch.nn.Module, casts: BorderCasts) -> None:
-    """Cast what goes into a kept module to its own dtype, and its results back.
-
-    float64 is left alone: code in there that computes in float64 does so on purpose.
-    """
+    """Cast what goes into a kept module to its own dtype, and its results back."""
     _register(
         module,
         _CastInputs(UP_TO_FLOAT32, casts.inside, _takes_narrow(module)),
@@ -147,8 +208,12 @@ def cast_around_kept(module: torch.nn.Module, casts: BorderCasts) -> None:
     )
 
 
-def cast_outputs(module: torch.nn.Module, outside: WeightDtype) -> None:
-    """Cast what a kept module returns."""
+def mark_by_hook(module: torch.nn.Module, outside: WeightDtype) -> None:
+    """Give a module a hook that casts nothing, because its results are cast already.
+
+    torch's encoder computes with the weights of its parts, past their `forward`, unless
+    one of them has a hook.
+    """
     hook = _CastOutputs(UP_TO_FLOAT32, outside)
     hook.handle = module.register_forward_hook(hook)
 

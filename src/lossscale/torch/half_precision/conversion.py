@@ -20,8 +20,8 @@ from lossscale.torch.half_precision.casts import (
     WeightDtype,
     cast_around_kept,
     cast_around_model,
-    cast_outputs,
     has_casts,
+    mark_by_hook,
     remove_casts,
 )
 from lossscale.torch.half_precision.mixed_norms import (
@@ -180,14 +180,12 @@ def _add_casts(
 ) -> None:
     """Cast around the model, and around each module that stays in float32."""
     converted = [module for module in model.modules() if id(module) not in inside]
-    weights = WeightDtype.of_first(converted, torch.float16)
+    weights = WeightDtype.of_first(converted, torch.float16, model)
     models = dict.fromkeys(parts_with_forward(model).values())
     for part in models:
         if id(part) not in inside:
             cast_around_model(part, weights)
-    # torch's encoder reads the weights of its parts by itself in evaluation, unless a
-    # part has a hook.
-    fused = {
+    parts_of_encoders = {
         id(part)
         for module in model.modules()
         if isinstance(module, torch.nn.TransformerEncoderLayer)
@@ -196,12 +194,12 @@ def _add_casts(
     borders = [part for module in kept for part in parts_with_forward(module).values()]
     for part in dict.fromkeys(borders):
         if part not in models:
-            own = WeightDtype.of_first(list(part.modules()), torch.float32)
+            own = WeightDtype.of_first(list(part.modules()), torch.float32, part)
             casts = BorderCasts(own, weights)
             if not make_mixed(part, casts):
                 cast_around_kept(part, casts)
-            elif id(part) in fused:
-                cast_outputs(part, casts.outside)
+            elif id(part) in parts_of_encoders:
+                mark_by_hook(part, casts.outside)
 
 
 def _report(selection: Selection, kept: dict[str, torch.nn.Module]) -> Conversion:

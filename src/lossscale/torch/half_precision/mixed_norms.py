@@ -6,8 +6,6 @@ them. On a GPU they read and write float16 directly. Elsewhere, and where code i
 compiled or traced, they cast as the hooks do.
 """
 
-from typing import Any
-
 import torch
 
 from lossscale.torch.half_precision.casts import BorderCasts
@@ -22,23 +20,20 @@ class MixedLayerNorm(torch.nn.LayerNorm):
     _prepared: PreparedNorm | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
-        """Normalize; the result has the dtype of the weights outside."""
-        casts, prepared = self.casts, self._prepared
+        """Normalize; the result has the dtype of the rest of the model."""
+        casts = self.casts
         if casts is None:
             return super().forward(input)
         if not torch.compiler.is_compiling():
-            weight, bias = self.weight, self.bias
-            if prepared is None or not prepared.fits(input, weight, bias, self.eps):
-                norm = RowNorm(self.normalized_shape, self.eps, has_mean=True)
-                prepared = prepare(input, weight, bias, norm, casts.outside)
-                self._prepared = prepared
+            prepared, weight, bias = self._prepared, self.weight, self.bias
+            norm = RowNorm(self.normalized_shape, float(self.eps), has_mean=True)
+            dtype = casts.outside.read()
+            if prepared is None or not prepared.fits(input, weight, bias, norm, dtype):
+                prepared = prepare(input, weight, bias, norm, dtype)
             if prepared is not None:
+                vars(self)["_prepared"] = prepared
                 return prepared.normalize(input, weight, bias)
         return casts.cast_output(super().forward(casts.cast_input(input)))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: not what was compiled."""
-        return _without_prepared(self)
 
 
 class MixedRMSNorm(torch.nn.RMSNorm):
@@ -49,29 +44,22 @@ class MixedRMSNorm(torch.nn.RMSNorm):
     _prepared: PreparedNorm | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize; the result has the dtype of the weights outside."""
-        casts, prepared = self.casts, self._prepared
+        """Normalize; the result has the dtype of the rest of the model."""
+        casts = self.casts
         if casts is None:
             return super().forward(x)
         if not torch.compiler.is_compiling():
-            weight = self.weight
+            prepared, weight = self._prepared, self.weight
             # Without an epsilon torch takes that of the dtype it computes in.
-            epsilon = _EPSILON if self.eps is None else self.eps
-            if prepared is None or not prepared.fits(x, weight, None, epsilon):
-                norm = RowNorm(self.normalized_shape, epsilon, has_mean=False)
-                prepared = prepare(x, weight, None, norm, casts.outside)
-                self._prepared = prepared
+            epsilon = _EPSILON if self.eps is None else float(self.eps)
+            norm = RowNorm(self.normalized_shape, epsilon, has_mean=False)
+            dtype = casts.outside.read()
+            if prepared is None or not prepared.fits(x, weight, None, norm, dtype):
+                prepared = prepare(x, weight, None, norm, dtype)
             if prepared is not None:
+                vars(self)["_prepared"] = prepared
                 return prepared.normalize(x, weight, None)
         return casts.cast_output(super().forward(casts.cast_input(x)))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: not what was compiled."""
-        return _without_prepared(self)
-
-
-def _without_prepared(module: torch.nn.Module) -> dict[str, Any]:
-    return {key: x for key, x in vars(module).items() if key != "_prepared"}
 
 
 _EPSILON = torch.finfo(torch.float32).eps
@@ -80,16 +68,20 @@ _MIXED: dict[type[torch.nn.Module], type[MixedLayerNorm | MixedRMSNorm]] = {
     torch.nn.LayerNorm: MixedLayerNorm,
     torch.nn.RMSNorm: MixedRMSNorm,
 }
+"""The class of this file for each of torch's."""
 
 
 def make_mixed(module: torch.nn.Module, casts: BorderCasts) -> bool:
-    """Give a layer of torch's its class from this file; whether there is one.
+    """Change the class of a layer of torch's to that of this file.
 
-    A subclass may compute anything, and a parametrization makes one.
+    Layers of other classes are left as they are: a subclass may compute anything.
 
     Args:
         module: The layer.
         casts: The casts at its border.
+
+    Returns:
+        Whether the class was changed.
     """
     mixed = _MIXED.get(type(module))
     if mixed is None or "forward" in vars(module):
@@ -99,17 +91,23 @@ def make_mixed(module: torch.nn.Module, casts: BorderCasts) -> bool:
     return True
 
 
-def is_mixed(module: torch.nn.Module) -> bool:
-    """Whether a layer has such a class, and casts."""
-    return isinstance(module, tuple(_MIXED.values())) and module.casts is not None
+def is_mixed(module: object) -> bool:
+    """Whether a layer has a class of this file, and casts."""
+    if isinstance(module, (MixedLayerNorm, MixedRMSNorm)):
+        return module.casts is not None
+    return False
 
 
 def make_plain(module: torch.nn.Module) -> None:
-    """Give a layer the class back that it had."""
+    """Change the class of a layer back to torch's.
+
+    Where that cannot be, the layer computes as torch's does: FSDP2 and parametrizations
+    have made a subclass, or other code has wrapped `forward`, which calls this class.
+    """
     if not is_mixed(module):
         return
     del module.casts
     vars(module).pop("_prepared", None)
     for plain, mixed in _MIXED.items():
-        if type(module) is mixed:  # FSDP2 makes a subclass of its own
+        if type(module) is mixed and "forward" not in vars(module):
             module.__class__ = plain  # type: ignore[assignment]

@@ -3,7 +3,7 @@
 
 torch's own normalisation wants rows and weights of one dtype on a GPU. With casts
 around it float16 rows are read and written three times, twice of it in float32. Here
-that happens once. The arithmetic is the same: float32, rounded to float16 at the end.
+that happens once. Everything is computed in float32 and rounded to float16 at the end.
 """
 
 import math
@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional
 
 from lossscale.torch import native, torch_internals
-from lossscale.torch.half_precision.casts import NARROW, WeightDtype
+from lossscale.torch.half_precision.casts import NARROW
 from lossscale.torch.inspection import kernel_backend
 
 _LONGEST = 16384
@@ -23,7 +22,8 @@ _LONGEST = 16384
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _ALIGNMENT = 16
-"""In bytes: the kernels read so much at once."""
+"""Kernels that read 16 bytes at once are compiled for addresses that are multiples of
+16."""
 
 
 class RowNorm(NamedTuple):
@@ -40,23 +40,12 @@ class RowNorm(NamedTuple):
         """How many numbers are normalized together."""
         return self.shape[0] if len(self.shape) == 1 else math.prod(self.shape)
 
-    def compute(
-        self,
-        inputs: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Normalize by torch's functions, in the dtype of the inputs."""
-        if self.has_mean:
-            return functional.layer_norm(inputs, self.shape, weight, bias, self.epsilon)
-        return functional.rms_norm(inputs, self.shape, weight, self.epsilon)
-
 
 class PreparedNorm:
     """A normalisation by the kernels, for inputs and weights of one layout.
 
-    Whether the kernels can take tensors is asked once; after that the host's code
-    compares their layouts, which takes a tenth of the time.
+    Whether the kernels can take tensors is asked once. After that the C code of
+    `native` compares their layouts, in a tenth of the time.
     """
 
     def __init__(
@@ -65,6 +54,7 @@ class PreparedNorm:
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         norm: RowNorm,
+        code: native.NativeCode,
     ) -> None:
         """Choose the kernels.
 
@@ -73,6 +63,7 @@ class PreparedNorm:
             weight: What multiplies each element of a row.
             bias: What is added to each element of a row.
             norm: The normalisation.
+            code: The C code of `native`.
         """
         from lossscale.torch.half_precision.kernels import launch  # noqa: PLC0415
 
@@ -90,29 +81,38 @@ class PreparedNorm:
                 bias is not None,
             )
         )
-        self._host = native.load()
+        self._code = code
         self._has_weight, self._has_bias = weight is not None, bias is not None
-        tensors = _present(inputs, weight, bias)
-        self._record = b"" if self._host is None else self._host.record(tensors)
+        self._record = code.record(_without_none(inputs, weight, bias))
 
     def fits(
         self,
         inputs: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        epsilon: float,
+        norm: RowNorm,
+        dtype: torch.dtype,
     ) -> bool:
-        """Whether tensors and epsilon are such as this was prepared for."""
-        if self._host is None or epsilon != self.norm.epsilon or _is_watched():
+        """Whether this was prepared for such tensors and for this normalisation.
+
+        Args:
+            inputs: The tensor to normalize.
+            weight: What multiplies each element of a row.
+            bias: What is added to each element of a row.
+            norm: The normalisation.
+            dtype: The dtype that the result must have.
+        """
+        if norm != self.norm or is_watched():
             return False
         if self._has_weight != (weight is not None):
             return False
         if self._has_bias != (bias is not None):
             return False
-        change = self._host.compare(_present(inputs, weight, bias), self._record)
-        if change == native.MOVED:
-            return _is_aligned(weight) and _is_aligned(bias)
-        return change == native.SAME
+        tensors = _without_none(inputs, weight, bias)
+        change = self._code.compare(tensors, self._record)
+        if change == native.CHANGED or inputs.dtype is not dtype or inputs.is_neg():
+            return False
+        return change == native.SAME or (_is_aligned(weight) and _is_aligned(bias))
 
     def normalize(
         self,
@@ -123,13 +123,17 @@ class PreparedNorm:
         """Return a normalized tensor in the dtype of the inputs."""
         return _apply(inputs, weight, bias, self)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Leave nothing to a copy or a pickle: it prepares its own."""
+        return type(None), ()
+
 
 def prepare(
     inputs: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     norm: RowNorm,
-    outside: WeightDtype,
+    dtype: torch.dtype,
 ) -> PreparedNorm | None:
     """Return a normalisation by the kernels; `None` if it is left to torch.
 
@@ -138,11 +142,13 @@ def prepare(
         weight: What multiplies each element of a row.
         bias: What is added to each element of a row.
         norm: The normalisation.
-        outside: The dtype that the result must have.
+        dtype: The dtype that the result must have.
     """
-    if not can_normalize(inputs, weight, bias, norm, outside):
+    if not can_normalize(inputs, weight, bias, norm, dtype):
         return None
-    return PreparedNorm(inputs, weight, bias, norm)
+    # Without a C compiler Triton cannot launch kernels either.
+    code = native.load()
+    return None if code is None else PreparedNorm(inputs, weight, bias, norm, code)
 
 
 def can_normalize(
@@ -150,19 +156,19 @@ def can_normalize(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     norm: RowNorm,
-    outside: WeightDtype,
+    dtype: torch.dtype,
 ) -> bool:
     """Whether the kernels can normalize a tensor; the arguments are those of `prepare`.
 
     They are for code that runs as it is written. A compiler fuses casts by itself, and
-    tracers, transforms and modes such as that of `GradScaler.explain` must see torch's
-    operators.
+    `torch.jit.trace`, `torch.func` and modes that are called for every operator, such
+    as that of `GradScaler.explain`, must see torch's operators.
     """
     return (
-        not _is_watched()
+        not is_watched()
         and type(inputs) in _PLAIN
         and inputs.dtype in NARROW
-        and inputs.dtype is outside.read()
+        and inputs.dtype is dtype
         and inputs.layout is torch.strided
         and not inputs.is_nested
         and not inputs.is_neg()
@@ -170,13 +176,13 @@ def can_normalize(
         and 0 < norm.columns <= _LONGEST
         and inputs.numel() > 0
         and kernel_backend.is_usable(inputs.device)
-        and _is_readable(weight, inputs.device)
-        and _is_readable(bias, inputs.device)
+        and _is_readable(weight, inputs.device, norm.shape)
+        and _is_readable(bias, inputs.device, norm.shape)
     )
 
 
-def _is_watched() -> bool:
-    """Whether operators are traced, transformed or seen by a mode."""
+def is_watched() -> bool:
+    """Whether operators are traced, transformed or passed to a mode."""
     return bool(
         torch_internals.is_tracing()
         or torch_internals.dispatch_modes()
@@ -185,12 +191,15 @@ def _is_watched() -> bool:
     )
 
 
-def _is_readable(weight: torch.Tensor | None, device: torch.device) -> bool:
+def _is_readable(
+    weight: torch.Tensor | None, device: torch.device, shape: tuple[int, ...]
+) -> bool:
     """Whether the kernels can read a weight or a bias, if there is one."""
     return weight is None or (
         type(weight) in _PLAIN
         and weight.dtype is torch.float32
         and weight.device == device
+        and weight.shape == shape
         and weight.is_contiguous()
         and _is_aligned(weight)
     )
@@ -200,7 +209,7 @@ def _is_aligned(tensor: torch.Tensor | None) -> bool:
     return tensor is None or not tensor.data_ptr() % _ALIGNMENT
 
 
-def _present(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+def _without_none(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -216,7 +225,7 @@ class _Normalize(torch.autograd.Function):
         prepared: PreparedNorm,
     ) -> torch.Tensor:
         kernels = prepared.kernels
-        outputs, statistics = kernels.normalize(_as_rows(inputs), weight, bias)
+        outputs, statistics = kernels.normalize(_as_readable(inputs), weight, bias)
         ctx.save_for_backward(inputs, weight, bias, statistics)
         ctx.prepared = prepared
         return outputs
@@ -225,27 +234,40 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, output_grads: torch.Tensor) -> Any:
         inputs, weight, bias, statistics = ctx.saved_tensors
         wanted, prepared = ctx.needs_input_grad[:3], ctx.prepared
-        if torch.is_grad_enabled():  # the gradients are to be differentiated again
+        if (
+            torch.is_grad_enabled()  # the gradients are to be differentiated again
+            or is_watched()
+            or torch.compiler.is_compiling()
+            or type(output_grads) not in _PLAIN
+            or torch_internals.is_batched(output_grads)
+        ):
             tensors = (inputs, weight, bias)
             return *_differentiate(tensors, wanted, output_grads, prepared.norm), None
         input_grads, weight_grad, bias_grad = prepared.kernels.differentiate(
-            _as_rows(inputs),
+            _as_readable(inputs),
             weight,
             bias,
-            _as_rows(output_grads),
+            _as_readable(output_grads),
             statistics,
             wanted[1:],
         )
         return input_grads if wanted[0] else None, weight_grad, bias_grad, None
 
 
-# `Function.apply` asks first whether there are transforms, as `_is_watched` has done.
+# Past `torch.autograd.Function.apply`, which takes as long as a launch to find out that
+# there is no transform: `is_watched` has asked already.
 _apply: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Normalize).apply
 
 
-def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without gaps, copied if it has some or is not aligned."""
+def _as_readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory the kernels can read as rows, one after the other.
+
+    It is a copy if there are gaps, if elements are negated when they are read, or if
+    the tensor does not begin where vectors of elements do.
+    """
     tensor = tensor.contiguous()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
 
 
@@ -255,7 +277,7 @@ def _differentiate(
     output_grads: torch.Tensor,
     norm: RowNorm,
 ) -> list[torch.Tensor | None]:
-    """Return gradients that can be differentiated, by torch's functions.
+    """Return the gradients by torch's operators, which can be differentiated again.
 
     Args:
         tensors: Inputs, weight and bias.
@@ -263,19 +285,26 @@ def _differentiate(
         output_grads: The gradients of the normalized tensor.
         norm: The normalisation.
     """
-    inputs, weight, bias = tensors
-    wide = norm.compute(inputs.to(torch.float32), weight, bias)
-    chosen = [
-        tensor
-        for tensor, is_wanted in zip(tensors, wanted, strict=True)
-        if is_wanted and tensor is not None
-    ]
-    grads = iter(
-        torch.autograd.grad(
-            wide.to(inputs.dtype), chosen, output_grads, create_graph=True
-        )
-    )
+    inputs, weight, _ = tensors
+    axes = tuple(range(-len(norm.shape), 0))
+    rows = tuple(range(inputs.dim() - len(norm.shape)))
+    values, grads = inputs.to(torch.float32), output_grads.to(torch.float32)
+    if norm.has_mean:
+        values = values - values.mean(axes, keepdim=True)
+    variance = values.square().mean(axes, keepdim=True)
+    inverse = (variance + norm.epsilon).rsqrt()
+    values = values * inverse
+    weight_grad, bias_grad = grads * values, grads
+    if rows:
+        weight_grad, bias_grad = weight_grad.sum(rows), bias_grad.sum(rows)
+    if weight is not None:
+        grads = grads * weight
+    along = (grads * values).mean(axes, keepdim=True)
+    if norm.has_mean:
+        grads = grads - grads.mean(axes, keepdim=True)
+    input_grads = ((grads - values * along) * inverse).to(inputs.dtype)
+    results = (input_grads, weight_grad, bias_grad)
     return [
-        next(grads) if is_wanted and tensor is not None else None
-        for tensor, is_wanted in zip(tensors, wanted, strict=True)
+        result if is_wanted else None
+        for result, is_wanted in zip(results, wanted, strict=True)
     ]

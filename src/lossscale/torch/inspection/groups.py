@@ -16,7 +16,11 @@ import torch
 from lossscale.errors import ContextError
 from lossscale.torch.devices import is_capturing
 from lossscale.torch.inspection import eager, host, kernel_backend
-from lossscale.torch.inspection.layout_cache import Record, layout_of, version_of
+from lossscale.torch.inspection.layout_cache import (
+    AddressedLayout,
+    layout_of,
+    version_of,
+)
 from lossscale.torch.inspection.request import LIMITS, InspectionRequest
 from lossscale.torch.inspection.summary import (
     FOUND_INF,
@@ -93,9 +97,12 @@ class GradientGroups:
             kept_tables: Where to keep the tables that a CUDA graph will read.
             shardings: The sharding of each of them, if other ranks have shards of them.
         """
+        self.kept_tables = kept_tables
         self.layout = layout_of(grads)
-        self.record = self.layout if isinstance(self.layout, Record) else None
-        """The same if it also has their addresses."""
+        self.addressed: AddressedLayout | None = None
+        """The layout, if it has their addresses as well."""
+        if isinstance(self.layout, AddressedLayout):
+            self.addressed = self.layout
         self.count = len(grads)
         self.shardings = shardings
         self.is_overlapping = any(map(_is_overlapping, grads))

@@ -48,17 +48,18 @@ class Inspection:
     found_inf: FoundInf
     collected: Collected
 
-    def rescale_(self, *, later: bool = False) -> None:
+    def rescale_(self, *, may_have_moved: bool = False) -> None:
         """Multiply the gradients by clip factor and inverse scale, in place.
 
         Args:
-            later: Whether other code may have moved the gradients since.
+            may_have_moved: Whether other code ran since the gradients were inspected,
+                which may have given them other memory.
         """
         grads, groups, _ = self.collected
         if groups is None:
             return
-        if later and not groups.layout.check(*grads):
-            groups = GradientGroups(grads, [])
+        if may_have_moved and not groups.layout.check(*grads):
+            groups = GradientGroups(grads, groups.kept_tables)
         factor = self.summary.numbers[FACTOR]
         reader = groups.dense_reader
         if reader is not None and isinstance(factor, float):
@@ -133,8 +134,8 @@ class GradientInspector:
             or groups.shardings != shardings
             or not (
                 groups.layout.check(*grads)
-                if groups.record is None
-                else groups.record.check_all(grads)
+                if groups.addressed is None
+                else groups.addressed.check_all(grads)
             )
         ):
             groups = None
@@ -219,15 +220,15 @@ class GradientInspector:
 
 def read_present_grads(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the gradients that there are, in the order of the parameters."""
-    host = native.host
-    if host is None:
+    code = native.code
+    if code is None:
         return [
             grad
             for group in optimizer.param_groups
             for param in group["params"]
             if (grad := param.grad) is not None
         ]
-    return host.read_grads(params_of(optimizer), False)
+    return code.read_grads(params_of(optimizer), False)
 
 
 def _count_states(optimizer: torch.optim.Optimizer) -> int:

@@ -9,6 +9,7 @@ warning says so once, with what to do about it.
 import importlib.util
 import sys
 import warnings
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ def is_available(device: torch.device) -> bool:
         return is_interpreted()
     if device.type != "cuda":
         return False
-    reason = _reason_against()
+    reason = _reason_against(device)
     if reason and not _warned:
         _warned.append(reason)
         message = (
@@ -40,7 +41,7 @@ def is_usable(device: torch.device) -> bool:
     """The same as `is_available`, for code that does not read gradients: no warning."""
     if device.type == "cpu":
         return is_interpreted()
-    return device.type == "cuda" and not _reason_against()
+    return device.type == "cuda" and not _reason_against(device)
 
 
 def can_read(grad: torch.Tensor) -> bool:
@@ -73,8 +74,24 @@ def is_interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def _reason_against() -> str:
+_LEAST_CAPABILITY = (7, 0)
+"""Triton compiles for no older GPU."""
+
+
+@cache
+def _capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU; of others a sufficient one."""
+    if torch.version.cuda is None:
+        return _LEAST_CAPABILITY
+    return torch.cuda.get_device_capability(device)
+
+
+def _reason_against(device: torch.device) -> str:
     """Return why the kernels cannot be used; an empty string if they can."""
+    capability = _capability_of(device)
+    if capability < _LEAST_CAPABILITY:
+        found, least = (".".join(map(str, x)) for x in (capability, _LEAST_CAPABILITY))
+        return f"its compute capability is {found}, and Triton needs {least}."
     if "triton" in sys.modules:
         return ""
     if "tensorflow" in sys.modules:

@@ -2,10 +2,10 @@
 """Whether a list of tensors is laid out as an earlier one was, asked at every step.
 
 With two thousand gradients, reading one attribute of each costs a tenth of a
-millisecond, as much as reading small gradients does. Where kernels run, the host's code
-in C compares type, dtype, device, shape, strides and address of all of them at once.
+millisecond, as much as reading small gradients does. Where kernels run, `native.c`
+compares type, dtype, device, shape, strides and address of all of them at once.
 Elsewhere torch's compiler has a guard in C++ that compares the same but the address. It
-is not public, so it is tried before it is trusted, and there is a slower way without.
+is not public, so it is tested before it is used; where it fails, Python compares.
 """
 
 from collections.abc import Sequence
@@ -31,14 +31,14 @@ def version_of(layout: Layout) -> int | None:
 
     No other addresses have it, of whatever tensors. `None` if they are not compared.
     """
-    return layout.version if isinstance(layout, Record) else None
+    return layout.version if isinstance(layout, AddressedLayout) else None
 
 
 def layout_of(tensors: list[torch.Tensor]) -> Layout:
     """Return what recognizes lists of tensors that are laid out as these are."""
-    host = _host_for(tensors)
-    if host is not None:
-        return Record(host, tensors)
+    code = _code_for(tensors)
+    if code is not None:
+        return AddressedLayout(code, tensors)
     guard = _guard_class()
     has_duplicates = len({id(tensor) for tensor in tensors}) < len(tensors)
     all_strided = all(tensor.layout is torch.strided for tensor in tensors)
@@ -48,15 +48,15 @@ def layout_of(tensors: list[torch.Tensor]) -> Layout:
     return _make_guard(guard, tensors)
 
 
-def _host_for(tensors: list[torch.Tensor]) -> native.Host | None:
-    """Return the host's code if it can record tensors."""
+def _code_for(tensors: list[torch.Tensor]) -> native.NativeCode | None:
+    """Return the C code of `native` if it can record tensors."""
     if not tensors or not kernel_backend.is_usable(tensors[0].device):
         return None
     return native.load() if all(map(_is_plain, tensors)) else None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the host's code sees all of a tensor that matters.
+    """Whether the C code of `native` sees all of a tensor that matters.
 
     It does not see the shard of a DTensor, nor whether elements are negated or
     conjugated when they are read. Of a sparse tensor it sees nothing.
@@ -74,17 +74,17 @@ class Placement:
     """Where a list of tensors is, and how it is laid out."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._host = _host_for(tensors)
-        if self._host is not None:
-            self._record = self._host.record(tensors)
+        self._code = _code_for(tensors)
+        if self._code is not None:
+            self._record = self._code.record(tensors)
             return
         self._layout = layout_of(tensors)
         self._addresses = _addresses_of(tensors)
 
     def is_same(self, tensors: list[torch.Tensor]) -> bool:
         """Whether tensors have the layout of the first ones, and their addresses."""
-        if self._host is not None:
-            return self._host.compare(tensors, self._record) == native.SAME
+        if self._code is not None:
+            return self._code.compare(tensors, self._record) == native.SAME
         return (
             self._layout.check(*tensors) and _addresses_of(tensors) == self._addresses
         )
@@ -97,12 +97,12 @@ def _addresses_of(tensors: list[torch.Tensor]) -> list[int]:
 _versions = count()
 
 
-class Record:
-    """A layout with addresses, which the host's code compares."""
+class AddressedLayout:
+    """A layout with addresses, which the C code of `native` compares."""
 
-    def __init__(self, host: native.Host, tensors: list[torch.Tensor]) -> None:
-        self._host = host
-        self._record = host.record(tensors)
+    def __init__(self, code: native.NativeCode, tensors: list[torch.Tensor]) -> None:
+        self._code = code
+        self._record = code.record(tensors)
         self.version = next(_versions)
 
     def check(self, *tensors: torch.Tensor) -> bool:
@@ -111,9 +111,9 @@ class Record:
 
     def check_all(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the tensors of a list or a tuple have this layout."""
-        change = self._host.compare(tensors, self._record)
+        change = self._code.compare(tensors, self._record)
         if change == native.MOVED:
-            self._record = self._host.record(tensors)
+            self._record = self._code.record(tensors)
             self.version = next(_versions)
         return change != native.CHANGED
 

@@ -155,10 +155,16 @@ class GradientSummary:
     def replace_scale(self, other: "GradientSummary") -> None:
         """Take over the scale of another summary; both are on the host.
 
-        The largest magnitude does not refer to it, and counts as not measured.
+        Magnitudes and bounds are then those of gradients that carry it.
         """
-        self.numbers[SCALE] = float(other.numbers[SCALE])
-        self.numbers[AMAX] = NOT_MEASURED
+        old, new = float(self.numbers[SCALE]), float(other.numbers[SCALE])
+        self.numbers[SCALE] = new
+        amax = float(self.numbers[AMAX])
+        if amax != NOT_MEASURED:
+            self.numbers[AMAX] = amax * (new / old)
+        if self.bounds is not None:
+            # The magnitudes of single tensors stay as they are.
+            self.bounds = [bound * (old / new) for bound in self.bounds]
 
     def to_buffer(self) -> torch.Tensor:
         """Return the numbers as one tensor, which this summary has from now on."""
@@ -278,7 +284,7 @@ class GradientSummary:
         return self.amax_per_tensor or []
 
     def _header(self) -> list[float]:
-        """Return the numbers of all tensors together, as Python floats."""
+        """Return the first numbers, which are about all gradients together."""
         if isinstance(self.numbers, list):
             return self.numbers
         if self._event is None or self._copy is None:
@@ -290,7 +296,7 @@ class GradientSummary:
         return self._arrived
 
     def _values(self) -> list[float]:
-        """Return all numbers as Python floats, also those of each tensor."""
+        """Return all numbers; after the first ones there is one for each gradient."""
         if isinstance(self.numbers, list):
             return self.numbers
         numbers = self.numbers

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host does for every tensor at every step, in C.
+"""What is done for every tensor at every step, in C.
 
 With two thousand parameters, reading `.grad` and comparing addresses takes Python a
-millisecond a step, more than the kernels take. `host.c` does it in a fifth of that. It
-is built at its first use, in less than a second, by the builder with which Triton
-builds its own launchers, and kept in Triton's cache. Where it cannot be built, slower
-ways are taken, and a warning says so.
+millisecond a step, more than the kernels take. `native.c` does it in a fifth of that.
+It is built at its first use, in less than a second, by the builder with which Triton
+builds its own launchers, and kept in Triton's cache. Where that fails Python does the
+same, and a warning says so once.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, overload
@@ -18,11 +17,11 @@ from typing import Any, Literal, Protocol, cast, overload
 import torch
 
 SAME, MOVED, CHANGED = 0, 1, 2
-"""What `Host.compare` returns."""
+"""What `NativeCode.compare` returns."""
 
 
-class Host(Protocol):
-    """The functions of `host.c`."""
+class NativeCode(Protocol):
+    """The functions of `native.c`."""
 
     @overload
     def read_grads(
@@ -45,7 +44,7 @@ class Host(Protocol):
         ...
 
     def compare(self, tensors: Sequence[torch.Tensor | None], record: bytes, /) -> int:
-        """Compare tensors with a record.
+        """Compare tensors with what `record` has returned for others.
 
         Returns:
             `SAME`; `MOVED` if types, dtypes, devices, shapes and strides are the same
@@ -54,7 +53,7 @@ class Host(Protocol):
         ...
 
     def compare_grads(self, params: Sequence[torch.Tensor], record: bytes, /) -> int:
-        """Compare `.grad` of every parameter with a record of them."""
+        """Compare `.grad` of every parameter in the same way."""
         ...
 
     def launch(
@@ -90,50 +89,49 @@ class Host(Protocol):
 
 
 def read_grads(params: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return `.grad` of parameters, by `host.c` if it was loaded."""
-    if host is not None:
-        return host.read_grads(params, True)
+    """Return `.grad` of parameters, by `native.c` if it was loaded."""
+    if code is not None:
+        return code.read_grads(params, True)
     return list(map(_grad_of, params))
 
 
 _grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
-host: Host | None = None
-"""The functions of `host.c`, once they are loaded."""
+code: NativeCode | None = None
+"""The functions of `native.c`, once they are loaded."""
+
+_has_tried = False
 
 
-def load() -> Host | None:
-    """Return the functions of `host.c`, built if need be; `None` if they cannot be.
+def load() -> NativeCode | None:
+    """Return the functions of `native.c`, built if need be; `None` if they cannot be.
 
     Imports Triton: call it only where kernels can run (`kernel_backend.is_usable`).
     """
-    global host  # noqa: PLW0603  # read at every step
-    if host is None:
-        host = _build()
-    return host
+    global code, _has_tried  # noqa: PLW0603  # read at every step
+    if not _has_tried:
+        _has_tried = True
+        try:
+            code = _build()
+        except Exception as error:  # noqa: BLE001  # of compilers, loaders and versions
+            message = (
+                "lossscale's C code could not be built, so that steps with many "
+                f"parameters take longer ({type(error).__name__}: {error}). It needs "
+                "what Triton needs as well: a C compiler, and the headers of Python."
+            )
+            warnings.warn(message, stacklevel=2)
+    return code
 
 
-@cache
-def _build() -> Host | None:
+def _build() -> NativeCode:
     from triton.runtime.build import compile_module_from_src  # noqa: PLC0415
 
-    source = Path(__file__).with_name("host.c").read_text(encoding="utf-8")
+    source = Path(__file__).with_name("native.c").read_text(encoding="utf-8")
     headers = str(Path(torch.__file__).parent / "include")
-    try:
-        module = compile_module_from_src(
-            source, "lossscale_host", include_dirs=[headers]
-        )
-        module.connect(
-            torch.Tensor.__dlpack_c_exchange_api__,
-            torch.Tensor.grad,
-            (torch.nn.Parameter, torch.Tensor),
-        )
-    except Exception as error:  # noqa: BLE001  # of compilers, loaders and versions
-        message = (
-            "lossscale's host code could not be built, so that steps with many "
-            f"parameters take longer ({type(error).__name__}: {error}). It needs what "
-            "Triton needs as well: a C compiler, and the headers of Python."
-        )
-        warnings.warn(message, stacklevel=2)
-        return None
-    return cast("Host", module)
+    module = compile_module_from_src(source, "lossscale_native", include_dirs=[headers])
+    module.connect(
+        torch.Tensor.__dlpack_c_exchange_api__,
+        torch.Tensor.grad,
+        (torch.nn.Parameter, torch.Tensor),
+    )
+    return cast("NativeCode", module)

@@ -3,17 +3,21 @@
 
 Code that moves the state to the host between steps, or resets it, puts other tensors
 into `optimizer.state`, or other memory into its tensors. From then on the kernels must
-update those. Only code that has read `optimizer.state` can do that, which the
-optimizers note (`ScaledOptimizer.state`). After it was read the tensors are compared at
-every step, until no other code has any of them. Nothing here holds a tensor: memory
-that other code frees is free.
+update those. To compare thousands of tensors at every step would take most of its time
+on the host, so all of them are compared only after other code has read
+`optimizer.state` (the optimizers note that), until it holds nothing of it any more. A
+few of them are compared at every step, each time others. So a loop that finds the state
+in another way, such as by `gc.get_objects()`, and moves all of it is noticed as well; a
+single tensor that is moved without `optimizer.state` is not noticed at once.
+
+No tensor of the state is kept alive here: what other code frees is free.
 """
 
 import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
-from operator import itemgetter
-from typing import Any, TypeAlias
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -22,8 +26,20 @@ from lossscale.torch.distributed.dtensor import as_dtensor, local_shard
 from lossscale.torch.inspection.layout_cache import Placement
 from lossscale.torch.optim.identity import are_identical
 
-State: TypeAlias = Mapping[torch.Tensor, Mapping[str, Any]]
-"""The state of an optimizer: what is kept for each parameter, by name."""
+State: TypeAlias = Mapping[Any, Any]
+"""The state of an optimizer: what is kept for each parameter, by name. Other code may
+have put other entries there."""
+
+_SAMPLE = 8
+"""How many tensors are compared at every step."""
+
+
+class Sample(NamedTuple):
+    """Some of the tensors."""
+
+    keys: list[tuple[torch.Tensor, str]]
+    """Their parameters and names."""
+    placement: Placement
 
 
 class KeptTensors:
@@ -40,45 +56,45 @@ class KeptTensors:
             names: What the kernels may read or write of their state.
         """
         self._params = list(state)
-        index_of = {id(param): index for index, param in enumerate(self._params)}
-        known = [index_of[id(param)] for param in params if id(param) in index_of]
-        entries = list(state.values())
-        self._columns: list[tuple[itemgetter[str], list[int]]] = []
-        """What is kept under each name, and for which entries of the state."""
-        for name in names:
-            indices = [
-                index
-                for index in known
-                if isinstance(entries[index].get(name), torch.Tensor)
-            ]
-            if indices:
-                self._columns.append((itemgetter(name), indices))
-        tensors = self._list(state)
-        self._has_shards = any(as_dtensor(tensor) is not None for tensor in tensors)
-        self._placement = Placement(self._local(tensors))
+        keys = iter(
+            (param, name)
+            for param in params
+            for name in names
+            if isinstance(state.get(param, {}).get(name), torch.Tensor)
+        )
+        self._samples: list[Sample] = []
+        while chosen := list(islice(keys, _SAMPLE)):
+            tensors = [_local(state[param][name]) for param, name in chosen]
+            self._samples.append(Sample(chosen, Placement(tensors)))
+        self._next = 0
 
     def are_in(self, state: State) -> bool:
-        """Whether an optimizer keeps tensors like these, at the same addresses."""
-        if not are_identical(list(state), self._params):
-            return False
-        try:
-            tensors = self._list(state)
-        except KeyError:
-            return False
-        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            return False
-        return self._placement.is_same(self._local(tensors))
+        """Whether a state has tensors like these, all of them at the same addresses."""
+        return are_identical(list(state), self._params) and all(
+            _has(state, sample) for sample in self._samples
+        )
 
-    def _list(self, state: State) -> list[torch.Tensor]:
-        """Return the tensors, name by name."""
-        entries = list(state.values())
-        tensors: list[torch.Tensor] = []
-        for getter, indices in self._columns:
-            tensors += map(getter, map(entries.__getitem__, indices))
-        return tensors
+    def are_sampled_in(self, state: State) -> bool:
+        """The same for some of them, each time others."""
+        if not self._samples:
+            return True
+        self._next = (self._next + 1) % len(self._samples)
+        return _has(state, self._samples[self._next])
 
-    def _local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return list(map(local_shard, tensors)) if self._has_shards else tensors
+
+def _has(state: State, sample: Sample) -> bool:
+    try:
+        tensors = [state[param][name] for param, name in sample.keys]
+    except KeyError:
+        return False
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        return False
+    return sample.placement.is_same(list(map(_local, tensors)))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, of a DTensor the shard of this rank."""
+    return tensor if type(tensor) is torch.Tensor else local_shard(tensor)
 
 
 def is_held(attributes: Mapping[str, Any]) -> bool:
@@ -87,19 +103,26 @@ def is_held(attributes: Mapping[str, Any]) -> bool:
     Args:
         attributes: `vars()` of the optimizer.
     """
-    counts = _count_references(attributes)
-    return any(
-        found > own for found, own in zip(counts, _own_references(), strict=True)
-    )
+    counts = _count_references(attributes, torch.Tensor)
+    own = _count_own_references()
+    return any(found > least for found, least in zip(counts, own, strict=True))
 
 
-def _count_references(attributes: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return how many references there are: to a state, to an entry and to a tensor."""
+def _count_references(
+    attributes: Mapping[str, Any], kind: type
+) -> tuple[int, int, int]:
+    """Return the largest counts of references: to a state, an entry and a tensor.
+
+    Args:
+        attributes: Where the state is, as "state".
+        kind: The class of tensors.
+    """
     state = attributes["state"]
-    entries = list(state.values())
+    entries = [entry for entry in state.values() if isinstance(entry, dict)]
     values = [value for entry in entries for value in entry.values()]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    tensors: list[Any] = [value for value in values if isinstance(value, kind)]
     del values
+    tensors += [local_shard(x) for x in tensors if as_dtensor(x) is not None]
     return (
         sys.getrefcount(state),
         max(map(sys.getrefcount, entries), default=0),
@@ -108,12 +131,16 @@ def _count_references(attributes: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 @cache
-def _own_references() -> tuple[int, int, int]:
-    """Return the same of a state that no other code has; it depends on Python."""
-    entries = {index: {"kept": torch.empty(0, device="cpu")} for index in range(2)}
+def _count_own_references() -> tuple[int, int, int]:
+    """Return these counts for a state of which no other code has anything."""
+
+    class Kept:
+        """In the place of a tensor."""
+
+    entries = {index: {"kept": Kept()} for index in range(2)}
     attributes = {"state": entries}
     del entries
-    return _count_references(attributes)
+    return _count_references(attributes, Kept)
 
 
 UPDATED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

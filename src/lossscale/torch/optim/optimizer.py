@@ -130,7 +130,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Update what the kernels can update, and the rest by torch's functions."""
         plan, grads = self._plan, None
-        if plan is None or not plan.goes_on(self, params):
+        if plan is None or not plan.is_unchanged(self, params):
             grads = native.read_grads(params)
             if plan is None or not plan.fits(self, params, grads):
                 if all(grad is None for grad in grads):
@@ -295,30 +295,37 @@ class ScaledOptimizer(torch.optim.Optimizer):
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """What is kept for each parameter, in a dictionary, as in torch.
 
-        Reading it is noted: until then no other code can have put the tensors
-        elsewhere, and a step need not look where thousands of them are.
+        Reading it is noted: see `kept_tensors.py`.
         """
+        try:
+            state: defaultdict[torch.Tensor, Any] = vars(self)["state"]
+        except KeyError:
+            message = f"{type(self).__name__} has no state yet"
+            raise AttributeError(message) from None
+        # After the dictionary was taken: a thread that takes a step in between must not
+        # find that nobody has it.
         self._state_was_read = True
-        state: defaultdict[torch.Tensor, Any] = vars(self)["state"]
         return state
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
-        self._state_was_read = True
         vars(self)["state"] = state
+        self._state_was_read = True
 
     def keeps(self, kept: KeptTensors) -> bool:
-        """Whether the tensors of the state are where they were.
+        """Whether the state is where it was, as far as that must be compared.
+
+        Notes that the state need not be compared from now on, if it was, and if no
+        other code has any of it.
 
         Args:
-            kept: The tensors, at the step before.
+            kept: Where the tensors of the state were at the step before.
         """
         if not self._state_was_read:
-            return True
-        attributes = vars(self)
-        if not kept.are_in(attributes["state"]):
+            return kept.are_sampled_in(vars(self)["state"])
+        if not kept.are_in(vars(self)["state"]):
             return False
-        self._state_was_read = is_held(attributes)
+        self._state_was_read = is_held(vars(self))
         return True
 
     # -- what the plan of a step asks --------------------------------------------------

@@ -90,9 +90,9 @@ class StepPlan:
         self._has_shards = any(as_dtensor(param) is not None for param in params)
         self._placement = Placement(self._local(params))
         self._version: int | None = None
-        """That of the gradients at the last step."""
+        """What `version_of` said of the gradients at the last step."""
         self._grads_record: bytes | None = None
-        """Their record, once they stay where they are."""
+        """Where the gradients are, when they have not moved for two steps."""
         self.eager: dict[int, list[torch.Tensor]] = {}
         """The parameters that torch updates, by the index of their group."""
         self.is_final = True
@@ -140,7 +140,12 @@ class StepPlan:
         params: list[torch.Tensor],
         grads: list[torch.Tensor | None],
     ) -> bool:
-        """Whether everything is as it was when this plan was made."""
+        """Whether everything is as it was when this plan was made.
+
+        The gradients may be elsewhere, of the same layout.
+        """
+        if not are_identical(params, self._params):
+            return False
         present = grads
         if len(self._present) < len(grads):
             present = [grads[index] for index in self._present]
@@ -150,43 +155,49 @@ class StepPlan:
         if version_of(self._grads_layout) is None and any(
             map(operator.is_, present, repeat(None))
         ):
-            return False  # torch's guard asks for tensors
+            return False  # torch's guard raises for what is no tensor
         return (
             self._grads_layout.check(*present)  # type: ignore[arg-type]
-            and self._has_params(optimizer, params)
+            and self._has_settings_and_state(optimizer, params)
         )
 
-    def goes_on(self, optimizer: "ScaledOptimizer", params: list[torch.Tensor]) -> bool:
-        """Whether the gradients, too, are where they were at the last two steps.
-
-        Then nobody has to read them.
-        """
-        host, record = native.host, self._grads_record
-        return (
-            host is not None
-            and record is not None
-            and not any(is_capturing(plan.tables.device) for plan in self.devices)
-            and host.compare_grads(params, record) == native.SAME
-            and self._has_params(optimizer, params)
-        )
-
-    def _has_params(
+    def is_unchanged(
         self, optimizer: "ScaledOptimizer", params: list[torch.Tensor]
     ) -> bool:
-        """Whether parameters, settings and state are those of this plan."""
+        """Whether the plan fits and the gradients have not moved for two steps.
+
+        The tables have their addresses then, and `run` needs no list of them.
+        """
+        code, record = native.code, self._grads_record
         return (
-            are_identical(params, self._params)
-            and self._keys == _keys_of(optimizer)
+            code is not None
+            and record is not None
+            and not any(is_capturing(plan.tables.device) for plan in self.devices)
+            and are_identical(params, self._params)
+            and code.compare_grads(params, record) == native.SAME
+            and self._has_settings_and_state(optimizer, params)
+        )
+
+    def _has_settings_and_state(
+        self, optimizer: "ScaledOptimizer", params: list[torch.Tensor]
+    ) -> bool:
+        """Whether parameters, settings and state are those of this plan.
+
+        Args:
+            optimizer: The optimizer.
+            params: The parameters of this plan; their memory is compared.
+        """
+        return (
+            self._keys == _keys_of(optimizer)
             and self._placement.is_same(self._local(params))
             and optimizer.keeps(self._kept)
         )
 
     def _note_grads(self, grads: list[torch.Tensor | None]) -> None:
-        """Record the gradients if they have stayed where they were for two steps."""
+        """Record gradients whose addresses the tables have, if they have not moved."""
         version = version_of(self._grads_layout)
-        self._grads_record = None
-        if version is not None and version == self._version and native.host is not None:
-            self._grads_record = native.host.record(grads)
+        if version is not None and version == self._version and native.code is not None:
+            self._grads_record = native.code.record(grads)
         self._version = version
 
     def _local(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -207,12 +218,16 @@ class StepPlan:
 
         Args:
             optimizer: The optimizer.
-            grads: The gradients of all parameters; `None` if `goes_on` has said so.
+            grads: The gradients of all parameters; `None` if `is_unchanged` was true.
             grad_scale: What divides them, if they are scaled.
             found_inf: 1.0 to skip the step, else 0.0.
             write_back: Whether to write the unscaled gradients.
             measurement: Given what is added to the weights, if that is measured.
         """
+        last_version, is_captured = self._version, False
+        if grads is not None:
+            # What is recorded must be what the tables have, also after an exception.
+            self._version = self._grads_record = None
         for plan in self.devices:
             device_grads = grads
             if grads is not None and not plan.is_whole:
@@ -243,13 +258,15 @@ class StepPlan:
                 ]
                 measurement.add(weights, *measured)
             if is_capturing(plan.tables.device):
+                is_captured = True  # and the addresses are in tables of the graph
                 kept = [
                     value
                     for member in plan.members
-                    for value in optimizer.state[member.param].values()
+                    for value in optimizer.state.get(member.param, {}).values()
                 ]
                 optimizer.keep_for_graph(plan.tables, kept)
-        if grads is not None:
+        if grads is not None and not is_captured:
+            self._version = last_version
             self._note_grads(grads)
 
 

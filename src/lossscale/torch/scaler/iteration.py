@@ -269,7 +269,7 @@ class OptimizerStep:
         if self.inspection is None:
             return
         self.is_unscaling = True
-        self.inspection.rescale_(later=True)
+        self.inspection.rescale_(may_have_moved=True)
         self.inspection = self.grad_scale = None
         self.is_unscaling = False
 

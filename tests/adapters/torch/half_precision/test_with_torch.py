@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch import nn  # noqa: E402
+from torch.nn.utils import prune  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import lossscale.torch as ls  # noqa: E402
@@ -60,6 +61,37 @@ def test_a_copy_has_casts_of_its_own(name):
         for module in other.modules()
     )
     assert torch.float32 == other(X).dtype
+
+
+def test_a_copy_of_a_part_does_not_copy_the_weight_whose_dtype_it_reads():
+    model = nn.Sequential(nn.Embedding(1000, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4))
+    ls.to_float16(model)
+    for index in (1, 2):
+        seen = {}
+        copy.deepcopy(model[index], seen)
+        assert id(model[0].weight) not in seen
+    model.append(copy.deepcopy(model[1]))
+    tokens = torch.tensor([[1, 2]]).T
+    dtypes = []
+    for layer in model:
+        layer.register_forward_hook(lambda *args: dtypes.append(args[2].dtype))
+    for convert in (model.bfloat16, model.float, model.half):
+        convert()
+        model(tokens.flatten())
+    expected = [torch.bfloat16] * 4 + [torch.float32] * 4 + [torch.float16] * 4
+    assert expected == dtypes
+
+
+@pytest.mark.parametrize("way", ["weight_norm", "prune"])
+def test_a_weight_that_was_renamed_still_says_the_dtype(way):
+    model = make_model()
+    if way == "weight_norm":
+        nn.utils.parametrizations.weight_norm(model[0])
+    else:
+        prune.identity(model[0], "weight")
+        prune.identity(model[1], "weight")
+    model.float()
+    assert torch.float32 == model(X).dtype
 
 
 LOAD = """

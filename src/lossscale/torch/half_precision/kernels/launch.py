@@ -13,13 +13,13 @@ from lossscale.torch.inspection.kernels.launch import KernelVariant
 
 TILE = 4096
 """How many elements a tile has at the most, if its rows are not wider than that."""
-FEWEST = 32
-"""Rows are divided among so many programs at least, if there are so many."""
-PROGRAMS = 264
-"""Among so many at the most where the gradients of the weights are added up: two for
-each multiprocessor of an H200."""
+FEWEST_PROGRAMS = 32
+"""A tile has fewer rows if there would be fewer programs than this."""
+MOST_PROGRAMS = 264
+"""In the backward pass, where each program writes a row of sums: two programs for each
+multiprocessor of an H200. With more rows a program takes several tiles."""
 SUM_TILE, SUM_WIDTH = 64, 32
-"""How many rows and columns of the sums a program adds up at a time."""
+"""How many rows and columns of these sums one program adds up at a time."""
 
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -49,8 +49,13 @@ def find_tile(columns: int, count: int) -> int:
         columns: How many numbers a row has.
         count: How many rows there are.
     """
-    most = min(16, TILE // _width_of(columns), count // FEWEST)
+    most = min(16, TILE // _width_of(columns), count // FEWEST_PROGRAMS)
     return 1 << max(0, most.bit_length() - 1)
+
+
+def warps_of(columns: int) -> int:
+    """Return how many warps take a tile: with more elements a thread would spill."""
+    return max(4, min(16, _width_of(columns) // 1024))
 
 
 def _width_of(columns: int) -> int:
@@ -64,7 +69,7 @@ class RowKernels:
     def __init__(self, kind: RowKind) -> None:
         width = _width_of(kind.columns)
         self._kind = kind
-        self._warps = max(4, min(16, width // 1024))
+        self._warps = warps_of(kind.columns)
         self._shape = (_DTYPES[kind.dtype], kind.columns, width, kind.tile)
         self._forward = KernelVariant(
             norms.normalize,
@@ -128,7 +133,7 @@ class RowKernels:
         """
         kind = self._kind
         count = rows.numel() // kind.columns
-        programs = min(-(-count // kind.tile), PROGRAMS)
+        programs = min(-(-count // kind.tile), MOST_PROGRAMS)
         input_grads = torch.empty_like(rows)
         weight_grad = (
             torch.empty_like(weight) if weight is not None and wants[0] else None

@@ -47,8 +47,15 @@ def _read_weight(pointer, columns: tl.constexpr, width: tl.constexpr):
 
 
 @triton.jit
+def _mean_of_rows(values, columns: tl.constexpr):
+    """Return the mean of each row, divided as IEEE has it: that of equals is exact."""
+    total = tl.sum(values, 1)
+    return tl.div_rn(total, tl.zeros_like(total) + columns)
+
+
+@triton.jit
 def _center(values, mean, columns: tl.constexpr, width: tl.constexpr):
-    """Return rows without their mean; beyond the last column they stay zero."""
+    """Return rows without their mean, and zeros in the lanes after the last column."""
     is_column = tl.arange(0, width)[None, :] < columns
     return tl.where(is_column, values - mean[:, None], 0.0)
 
@@ -92,11 +99,12 @@ def normalize(
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     values = _read_tile(inputs, row, rows, columns, width)
     if has_mean:
-        mean = tl.sum(values, 1) / columns
+        mean = _mean_of_rows(values, columns)
         values = _center(values, mean, columns, width)
         tl.store(statistics + rows + row, mean, mask=row < rows)
-    variance = tl.sum(values * values, 1) / columns
-    inverse = 1.0 / tl.sqrt_rn(variance + epsilon)
+    variance = _mean_of_rows(values * values, columns)
+    root = tl.sqrt_rn(variance + epsilon)
+    inverse = tl.div_rn(tl.zeros_like(root) + 1.0, root)
     tl.store(statistics + row, inverse, mask=row < rows)
     values = values * inverse[:, None]
     if has_weight:
@@ -162,9 +170,9 @@ def normalize_backward(
             bias_sums += tl.sum(grads, 0)
         if has_weight:
             grads = grads * _read_weight(weight, columns, width)
-        along = (tl.sum(grads * values, 1) / columns)[:, None]
+        along = _mean_of_rows(grads * values, columns)[:, None]
         if has_mean:
-            grads = _center(grads, tl.sum(grads, 1) / columns, columns, width)
+            grads = _center(grads, _mean_of_rows(grads, columns), columns, width)
         grads = (grads - values * along) * inverse
         _write_tile(input_grads, row, rows, grads, columns, width, dtype)
     column = tl.arange(0, width)
@@ -182,7 +190,7 @@ def add_sums(
     second_grad,
     programs,
     columns: tl.constexpr,
-    grads: tl.constexpr,
+    kinds: tl.constexpr,
     tile: tl.constexpr,
     width: tl.constexpr,
 ):
@@ -191,24 +199,23 @@ def add_sums(
     Args:
         sums: What `normalize_backward` has written.
         first_grad: Output: what the first row of each program adds up to.
-        second_grad: Output: the same of the second row; the first again if there is
-            one.
+        second_grad: Output: what the second row adds up to, if there are two.
         programs: How many programs there were.
         columns: The length of a row.
-        grads: How many rows a program has.
+        kinds: How many rows a program has written.
         tile: How many rows are added up at a time.
         width: How many columns a program takes.
     """
     parts: tl.constexpr = (columns + width - 1) // width
-    which = tl.program_id(0) // parts
+    kind = tl.program_id(0) // parts
     column = (tl.program_id(0) % parts) * width + tl.arange(0, width)
     total = tl.zeros([width], tl.float32)
     for first in range(0, programs, tile):
         row = first + tl.arange(0, tile)
-        offset = (grads * row[:, None] + which) * columns + column[None, :]
+        offset = (kinds * row[:, None] + kind) * columns + column[None, :]
         in_range = (row < programs)[:, None] & (column < columns)[None, :]
         total += tl.sum(tl.load(sums + offset, mask=in_range, other=0.0), 0)
-    if which == 0:
+    if kind == 0:
         tl.store(first_grad + column, total, mask=column < columns)
     else:
         tl.store(second_grad + column, total, mask=column < columns)

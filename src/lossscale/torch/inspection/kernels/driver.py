@@ -14,24 +14,24 @@ from typing import Any
 from lossscale.torch import native
 
 _CODES = {"i32": "i", "i64": "q", "fp32": "f", "fp64": "d", "constexpr": "x"}
-"""The character for a type in `native.Host.launch`, by Triton's name of it."""
+"""The character for a type in `native.NativeCode.launch`, by Triton's name of it."""
 
 
 class DriverLaunch:
     """A compiled kernel that the driver launches."""
 
     def __init__(
-        self, compiled: Any, types: Sequence[str], host: native.Host, driver: int
+        self, compiled: Any, types: Sequence[str], code: native.NativeCode, driver: int
     ) -> None:
         """Prepare what is the same at every launch.
 
         Args:
             compiled: Triton's compiled kernel.
             types: Triton's names of the types of its arguments, such as "*fp32".
-            host: What launches.
+            code: What launches.
             driver: The address of the driver's function.
         """
-        self._launch = host.launch
+        self._launch = code.launch
         self._driver, self._function = driver, compiled.function
         self._threads = 32 * compiled.metadata.num_warps
         self._shared = compiled.metadata.shared
@@ -73,10 +73,10 @@ def prepare_launch(compiled: Any, count: int) -> DriverLaunch | None:
             # A sanitizer adds arguments of its own.
             and not getattr(compiled.run, "gsan_enabled", False)
         )
-        host, driver = native.load(), _find_driver()
-        if host is None or driver is None or not is_plain:
+        code, driver = native.load(), _find_driver()
+        if code is None or driver is None or not is_plain:
             return None
-        return DriverLaunch(compiled, types, host, driver)
+        return DriverLaunch(compiled, types, code, driver)
     except (AttributeError, KeyError):  # another version of Triton
         return None
 

@@ -35,16 +35,16 @@ class GradientAddresses:
         known = self._known
         if known is not None and version is not None and version == self._version:
             return
-        self._version = version
         addresses = _addresses_of(grads, has_all=has_all)
         if addresses == known:
+            self._version = version
             return
         # Unknown until they are copied: a failure here is retried at the next step.
-        self._known = None
+        self._known = self._version = None
         host = torch.frombuffer(array("q", addresses), dtype=torch.int64)
-        self.is_aligned = not (host & 15).any()
         self._pinned = copy_later(host, self.table)
-        self._known = addresses
+        self.is_aligned = not (host & 15).any()
+        self._known, self._version = addresses, version
 
 
 def _addresses_of(grads: list[torch.Tensor | None], *, has_all: bool) -> list[int]:

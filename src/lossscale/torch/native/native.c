@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What the host does for every tensor at every step, without Python's overhead: read
+ * What is done for every tensor at every step, without Python's overhead: read
  * gradients, recognize tensors, launch kernels. `__init__.py` builds and loads it and
  * says what the functions are for.
  *
@@ -17,9 +17,10 @@
 /* Describes a tensor without owning it; on failure a Python exception is set. */
 static int (*describe)(void *tensor, DLTensor *description);
 
-static PyObject *grad_name;
+static PyObject *grad_name, *is_neg_name;
 
-/* torch's own getter of `grad`, and the types that have it and no other. */
+/* torch's attribute `grad`, and the types whose `grad` it is, unless other code has given
+ * them another one. */
 static PyGetSetDescrObject *grad_descriptor;
 static PyObject *plain_types;
 
@@ -42,9 +43,20 @@ static PyObject *connect(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-/* Return `param.grad`: a new reference. */
-static PyObject *read_grad(PyObject *param) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(plain_types); i++)
+/* Whether `grad` of the plain types is torch's still; -1 with a Python exception. */
+static int has_torchs_grad(void) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(plain_types); i++) {
+    PyObject *found = PyObject_GetAttr(PyTuple_GET_ITEM(plain_types, i), grad_name);
+    if (found == NULL) return -1;
+    Py_DECREF(found);
+    if (found != (PyObject *)grad_descriptor) return 0;
+  }
+  return 1;
+}
+
+/* Return `param.grad`, a new reference; for plain types without looking `grad` up. */
+static PyObject *read_grad(PyObject *param, int is_torchs) {
+  for (Py_ssize_t i = 0; is_torchs && i < PyTuple_GET_SIZE(plain_types); i++)
     if ((PyObject *)Py_TYPE(param) == PyTuple_GET_ITEM(plain_types, i))
       return grad_descriptor->d_getset->get(param, grad_descriptor->d_getset->closure);
   return PyObject_GetAttr(param, grad_name);
@@ -66,15 +78,16 @@ static PyObject *read_grads(PyObject *self, PyObject *const *args, Py_ssize_t na
     return NULL;
   }
   PyObject *params = args[0];
-  int keeps_none = PyObject_IsTrue(args[1]);
-  if (keeps_none < 0) return NULL;
+  int keeps_none = PyObject_IsTrue(args[1]), is_torchs = has_torchs_grad();
+  if (keeps_none < 0 || is_torchs < 0) return NULL;
   PyObject *grads = PyList_New(0);
   if (grads == NULL) return NULL;
-  /* The length each time: an attribute may be code, and that may change the list. */
+  /* The length is read each time: `grad` of a subclass may be Python code, which may
+   * change the list. */
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params); i++) {
     PyObject *param = PySequence_Fast_GET_ITEM(params, i);
     Py_INCREF(param);
-    PyObject *grad = read_grad(param);
+    PyObject *grad = read_grad(param, is_torchs);
     Py_DECREF(param);
     int failed = grad == NULL;
     if (!failed && (keeps_none || grad != Py_None)) failed = PyList_Append(grads, grad);
@@ -89,8 +102,8 @@ static PyObject *read_grads(PyObject *self, PyObject *const *args, Py_ssize_t na
 
 /* -- records ------------------------------------------------------------------------- */
 
-/* A record has, for each tensor, these numbers and then its sizes and strides. Of `None`
- * it has the type alone. */
+/* A record has, for each tensor, these numbers and then its sizes and strides. For `None`
+ * all of them but the type are 0. */
 enum { TYPE, DATA, DEVICE, DTYPE, DIMENSIONS, HEADER };
 
 /* Describe a tensor or `None`; 0 with a Python exception on failure. */
@@ -107,32 +120,40 @@ static int read_header(PyObject *tensor, DLTensor *is, int64_t *numbers) {
   return 1;
 }
 
+/* Append the part of one tensor to a record; 0 with a Python exception on failure. */
+static int append(PyObject *parts, PyObject *tensor) {
+  int64_t header[HEADER];
+  DLTensor is;
+  if (!read_header(tensor, &is, header)) return 0;
+  size_t length = (size_t)is.ndim * sizeof(int64_t);
+  PyObject *part = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(sizeof header + 2 * length));
+  if (part == NULL) return 0;
+  char *bytes = PyBytes_AS_STRING(part);
+  memcpy(bytes, header, sizeof header);
+  if (length) {
+    memcpy(bytes + sizeof header, is.shape, length);
+    memcpy(bytes + sizeof header + length, is.strides, length);
+  }
+  int failed = PyList_Append(parts, part);
+  Py_DECREF(part);
+  return !failed;
+}
+
 static PyObject *record(PyObject *self, PyObject *tensors) {
   (void)self;
   if (!require_sequence(tensors)) return NULL;
-  Py_ssize_t count = PySequence_Fast_GET_SIZE(tensors), size = 0;
-  DLTensor is;
-  int64_t header[HEADER];
-  for (Py_ssize_t i = 0; i < count; i++) {
-    if (!read_header(PySequence_Fast_GET_ITEM(tensors, i), &is, header)) return NULL;
-    size += HEADER + 2 * is.ndim;
+  PyObject *empty = PyBytes_FromStringAndSize(NULL, 0), *parts = PyList_New(0);
+  PyObject *joined = NULL;
+  int is_complete = empty != NULL && parts != NULL;
+  for (Py_ssize_t i = 0; is_complete && i < PySequence_Fast_GET_SIZE(tensors); i++) {
+    PyObject *tensor = Py_NewRef(PySequence_Fast_GET_ITEM(tensors, i));
+    is_complete = append(parts, tensor);
+    Py_DECREF(tensor);
   }
-  PyObject *bytes = PyBytes_FromStringAndSize(NULL, size * (Py_ssize_t)sizeof(int64_t));
-  if (bytes == NULL) return NULL;
-  int64_t *numbers = (int64_t *)PyBytes_AS_STRING(bytes);
-  for (Py_ssize_t i = 0; i < count; i++) {
-    if (!read_header(PySequence_Fast_GET_ITEM(tensors, i), &is, numbers)) {
-      Py_DECREF(bytes);
-      return NULL;
-    }
-    size_t length = (size_t)is.ndim * sizeof(int64_t);
-    if (length) {
-      memcpy(numbers + HEADER, is.shape, length);
-      memcpy(numbers + HEADER + is.ndim, is.strides, length);
-    }
-    numbers += HEADER + 2 * is.ndim;
-  }
-  return bytes;
+  if (is_complete) joined = PyObject_CallMethod(empty, "join", "O", parts);
+  Py_XDECREF(parts);
+  Py_XDECREF(empty);
+  return joined;
 }
 
 enum { SAME, MOVED, CHANGED };
@@ -156,6 +177,15 @@ static int compare_one(PyObject *tensor, const int64_t **next, const int64_t *en
                  memcmp(is.strides, numbers + HEADER + is.ndim, length)))
     return CHANGED;
   *next = numbers + HEADER + 2 * is.ndim;
+  /* DLPack does not say whether elements are negated when they are read. Autograd makes
+   * such a gradient of one element: the imaginary part of a conjugated number. */
+  int64_t elements = tensor == Py_None ? 0 : 1;
+  for (int i = 0; i < is.ndim; i++) elements *= is.shape[i];
+  if (elements != 1) return moved ? MOVED : SAME;
+  PyObject *is_neg = PyObject_CallMethodNoArgs(tensor, is_neg_name);
+  if (is_neg == NULL) PyErr_Clear();
+  Py_XDECREF(is_neg);
+  if (is_neg != Py_False) return CHANGED;
   return moved ? MOVED : SAME;
 }
 
@@ -168,12 +198,13 @@ static PyObject *compare_all(PyObject *const *args, Py_ssize_t nargs, int of_gra
   PyObject *tensors = args[0];
   const int64_t *next = (const int64_t *)PyBytes_AS_STRING(args[1]);
   const int64_t *end = next + PyBytes_GET_SIZE(args[1]) / (Py_ssize_t)sizeof(int64_t);
-  int result = SAME;
+  int result = SAME, is_torchs = has_torchs_grad();
+  if (is_torchs < 0) return NULL;
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tensors) && result != CHANGED; i++) {
     PyObject *tensor = PySequence_Fast_GET_ITEM(tensors, i);
     Py_INCREF(tensor);
     if (of_grads) {
-      PyObject *grad = read_grad(tensor);
+      PyObject *grad = read_grad(tensor, is_torchs);
       Py_DECREF(tensor);
       if (grad == NULL) return NULL;
       tensor = grad;
@@ -203,6 +234,8 @@ typedef int (*LaunchKernel)(void *function, unsigned grid_x, unsigned grid_y,
                             unsigned block_z, unsigned shared, void *stream,
                             void **arguments, void **extra);
 
+/* After its own arguments a kernel has up to two pointers to memory that Triton allocates;
+ * the kernels here need none. */
 enum { MOST_ARGUMENTS = 48, SCRATCH = 2 };
 
 /* Write an argument as the driver reads it; 0 with a Python exception on failure. */
@@ -236,7 +269,7 @@ static int pack(PyObject *argument, char code, char *slot) {
     PyErr_Format(PyExc_OverflowError, "%lld does not fit in 32 bits", (long long)number);
     return 0;
   }
-  memcpy(slot, &number, sizeof number); /* int32: the first half, on what GPUs run with */
+  memcpy(slot, &number, sizeof number); /* hosts of GPUs put the low 32 bits first */
   return 1;
 }
 
@@ -290,9 +323,11 @@ static PyMethodDef methods[] = {
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "lossscale_host", NULL, -1, methods, NULL, NULL, NULL, NULL};
+    PyModuleDef_HEAD_INIT, "lossscale_native", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit_lossscale_host(void) {
+PyMODINIT_FUNC PyInit_lossscale_native(void) {
   grad_name = PyUnicode_InternFromString("grad");
-  return grad_name == NULL ? NULL : PyModule_Create(&definition);
+  is_neg_name = PyUnicode_InternFromString("is_neg");
+  if (grad_name == NULL || is_neg_name == NULL) return NULL;
+  return PyModule_Create(&definition);
 }

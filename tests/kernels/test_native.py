@@ -1,4 +1,4 @@
-"""The host's code in C: launches, and gradients as Python reads them."""
+"""The C code of native: launches, and gradients as Python reads them."""
 
 import ctypes
 import struct
@@ -24,14 +24,14 @@ SIZES = {"P": 8, "i": 4, "q": 8, "f": 4, "d": 8}
 
 
 @pytest.fixture
-def host():
+def code():
     built = native.load()
     if built is None:
-        pytest.skip("host.c could not be built: there is no C compiler")
+        pytest.skip("native.c could not be built: there is no C compiler")
     return built
 
 
-def launch(host, codes, arguments, status=0):
+def launch(code, codes, arguments, status=0):
     """Launch by a function that reads what a driver does.
 
     Returns:
@@ -51,13 +51,13 @@ def launch(host, codes, arguments, status=0):
     callback = DRIVER(driver)
     address = ctypes.cast(callback, ctypes.c_void_p).value
     numbers = address, 2**40 + 1, 7, 128, 64, 2**41
-    result = host.launch(*numbers, codes.encode(), arguments)
+    result = code.launch(*numbers, codes.encode(), arguments)
     return result, *seen
 
 
-def test_every_argument_is_where_its_address_says(host):
+def test_every_argument_is_where_its_address_says(code):
     arguments = (2**63 + 8, -5, 0.1, 24, -(2**40), 0.1)
-    status, (function, shape, stream), slots = launch(host, "PifPqd", arguments)
+    status, (function, shape, stream), slots = launch(code, "PifPqd", arguments)
     assert (0, 2**40 + 1, 2**41) == (status, function, stream)
     assert [7, 1, 1, 128, 1, 1, 64] == shape
     expected = ["<Q", "<i", "<f", "<Q", "<q", "<d"]
@@ -66,19 +66,19 @@ def test_every_argument_is_where_its_address_says(host):
     assert [bytes(8), bytes(8)] == slots[6:]
 
 
-def test_a_tensor_is_given_by_its_address(host):
+def test_a_tensor_is_given_by_its_address(code):
     tensors = (torch.zeros(5)[2:], torch.nn.Parameter(torch.zeros(3)))
-    _, _, slots = launch(host, "PP", tensors)
+    _, _, slots = launch(code, "PP", tensors)
     assert [struct.pack("<Q", x.data_ptr()) for x in tensors] == slots[:2]
 
 
-def test_what_was_compiled_into_the_kernel_is_left_out(host):
-    _, _, slots = launch(host, "Pxi", (16, 1, 3))
+def test_what_was_compiled_into_the_kernel_is_left_out(code):
+    _, _, slots = launch(code, "Pxi", (16, 1, 3))
     assert [struct.pack("<Q", 16), struct.pack("<i", 3), bytes(8), bytes(8)] == slots
 
 
-def test_what_the_driver_says_is_returned(host):
-    assert 719 == launch(host, "f", (float("inf"),), status=719)[0]
+def test_what_the_driver_says_is_returned(code):
+    assert 719 == launch(code, "f", (float("inf"),), status=719)[0]
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,31 @@ def test_what_the_driver_says_is_returned(host):
         ("f" * 49, (1.0,) * 49, TypeError),
     ],
 )
-def test_what_cannot_be_an_argument_is_refused(host, codes, arguments, error):
+def test_what_cannot_be_an_argument_is_refused(code, codes, arguments, error):
     with pytest.raises(error):
-        host.launch(0, 0, 1, 1, 0, 0, codes.encode(), arguments)
+        code.launch(0, 0, 1, 1, 0, 0, codes.encode(), arguments)
+
+
+def test_code_that_cannot_be_built_is_tried_once_and_a_warning_says_so(monkeypatch):
+    from triton.runtime import build
+
+    monkeypatch.setattr(native, "code", None)
+    monkeypatch.setattr(native, "_has_tried", False)
+    monkeypatch.delattr(build, "compile_module_from_src")
+    with pytest.warns(UserWarning, match="C code could not be built"):
+        assert native.load() is None
+    assert native.load() is None
+    assert [None] == native.read_grads([torch.nn.Parameter(torch.zeros(2))])
+
+
+def test_an_attribute_that_other_code_has_replaced_is_read(code, monkeypatch):
+    param = torch.nn.Parameter(torch.zeros(2))
+    param.grad, other = torch.ones(2), torch.full((2,), 5.0)
+    assert [param.grad] == code.read_grads([param], True)
+    monkeypatch.setattr(torch.nn.Parameter, "grad", property(lambda _: other))
+    (read,) = code.read_grads([param], True)
+    assert read is other
+    assert native.MOVED == code.compare_grads([param], code.record([torch.ones(2)]))
 
 
 def test_another_version_of_triton_launches_by_itself():
@@ -114,55 +136,55 @@ class Counted(torch.nn.Parameter):
         return super().grad
 
 
-def test_the_gradients_are_read_as_python_reads_them(host):
+def test_the_gradients_are_read_as_python_reads_them(code):
     params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     params[0].grad, params[2].grad = torch.ones(2), torch.ones(2)
     every = [param.grad for param in params]
-    read = host.read_grads(params, True)
+    read = code.read_grads(params, True)
     assert len(every) == len(read)
     assert all(a is b for a, b in zip(every, read, strict=True))
-    present = host.read_grads(tuple(params), False)
+    present = code.read_grads(tuple(params), False)
     assert [id(every[0]), id(every[2])] == [id(grad) for grad in present]
 
 
-def test_a_parameter_with_a_gradient_of_its_own_making_is_asked_for_it(host):
-    assert [None] == host.read_grads([Counted(torch.zeros(2))], True)
+def test_a_parameter_with_a_gradient_of_its_own_making_is_asked_for_it(code):
+    assert [None] == code.read_grads([Counted(torch.zeros(2))], True)
     assert 1 == Counted.reads
 
 
 @pytest.mark.parametrize("wrong", [[1], [None], [torch.zeros(2), "grad"]])
-def test_what_has_no_gradient_raises_as_in_python(host, wrong):
+def test_what_has_no_gradient_raises_as_in_python(code, wrong):
     with pytest.raises(AttributeError, match="grad"):
-        host.read_grads(wrong, True)
+        code.read_grads(wrong, True)
     with pytest.raises(TypeError, match="expected a list or a tuple"):
-        host.read_grads(iter(wrong), True)
+        code.read_grads(iter(wrong), True)
 
 
-def test_gradients_are_compared_with_a_record_of_them(host):
+def test_gradients_are_compared_with_a_record_of_them(code):
     params = [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3)]
     for param in params[1:]:
         param.grad = torch.ones(2, 2)
-    record = host.record([param.grad for param in params])
-    assert native.SAME == host.compare_grads(params, record)
-    assert native.CHANGED == host.compare_grads(params[:2], record)
+    record = code.record([param.grad for param in params])
+    assert native.SAME == code.compare_grads(params, record)
+    assert native.CHANGED == code.compare_grads(params[:2], record)
     params[1].grad = torch.ones(2, 2)
-    assert native.MOVED == host.compare_grads(params, record)
+    assert native.MOVED == code.compare_grads(params, record)
     params[2].grad = torch.ones(2, 2).t().clone(memory_format=torch.preserve_format)
-    assert native.CHANGED == host.compare_grads(params, record)
+    assert native.CHANGED == code.compare_grads(params, record)
     params[2].grad = None
-    assert native.CHANGED == host.compare_grads(params, record)
+    assert native.CHANGED == code.compare_grads(params, record)
     params[0].grad = torch.ones(2, 2)
-    assert native.CHANGED == host.compare_grads(params, record)
+    assert native.CHANGED == code.compare_grads(params, record)
 
 
-def test_nothing_is_kept_alive_by_reading_and_comparing(host):
+def test_nothing_is_kept_alive_by_reading_and_comparing(code):
     param = torch.nn.Parameter(torch.zeros(2))
     param.grad = torch.ones(2)
-    record = host.record([param.grad])
+    record = code.record([param.grad])
     before = sys.getrefcount(param), sys.getrefcount(param.grad)
     for _ in range(100):
-        host.read_grads([param], False)
-        host.compare_grads([param], record)
-        host.compare([param.grad], record)
-        host.record([param.grad, None])
+        code.read_grads([param], False)
+        code.compare_grads([param], record)
+        code.compare([param.grad], record)
+        code.record([param.grad, None])
     assert before == (sys.getrefcount(param), sys.getrefcount(param.grad))
