@@ -14,9 +14,9 @@ No tensor of the state is kept alive here: what other code frees is free.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from itertools import islice
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -55,41 +55,80 @@ class KeptTensors:
             params: The parameters that the kernels update.
             names: What the kernels may read or write of their state.
         """
-        self._params = list(state)
-        keys = iter(
-            (param, name)
-            for param in params
-            for name in names
-            if isinstance(state.get(param, {}).get(name), torch.Tensor)
-        )
-        self._samples: list[Sample] = []
-        while chosen := list(islice(keys, _SAMPLE)):
-            tensors = [_local(state[param][name]) for param, name in chosen]
-            self._samples.append(Sample(chosen, Placement(tensors)))
+        self._keys = list(state)
+        entries = list(state.values())
+        positions = {id(key): position for position, key in enumerate(self._keys)}
+        known = [positions[id(param)] for param in params if id(param) in positions]
+        self._columns: list[tuple[itemgetter[str], list[int]]] = []
+        """What is kept under each name, and for which entries of the state."""
+        samples: list[tuple[torch.Tensor, str]] = []
+        for name in names:
+            column = [
+                position
+                for position in known
+                if isinstance(entries[position].get(name), torch.Tensor)
+            ]
+            if column:
+                self._columns.append((itemgetter(name), column))
+            samples += [(self._keys[position], name) for position in column]
+        self._placement = Placement(list(map(_local, self._list(state))))
+        self._samples = [
+            Sample(
+                chosen, Placement([_local(state[key][name]) for key, name in chosen])
+            )
+            for chosen in _split(samples)
+        ]
         self._next = 0
 
     def are_in(self, state: State) -> bool:
         """Whether a state has tensors like these, all of them at the same addresses."""
-        return are_identical(list(state), self._params) and all(
-            _has(state, sample) for sample in self._samples
-        )
+        if not are_identical(list(state), self._keys):
+            return False
+        try:
+            tensors = self._list(state)
+        except (KeyError, TypeError):  # an entry may be anything by now
+            return False
+        return _are_at(tensors, self._placement)
 
     def are_sampled_in(self, state: State) -> bool:
-        """The same for some of them, each time others."""
+        """The same for a few of them, each time others."""
         if not self._samples:
             return True
         self._next = (self._next + 1) % len(self._samples)
-        return _has(state, self._samples[self._next])
+        keys, placement = self._samples[self._next]
+        try:
+            tensors = [state[param][name] for param, name in keys]
+        except (KeyError, TypeError):
+            return False
+        return _are_at(tensors, placement)
+
+    def _list(self, state: State) -> list[torch.Tensor]:
+        """Return the tensors, name by name."""
+        entries = list(state.values())
+        tensors: list[torch.Tensor] = []
+        for getter, column in self._columns:
+            tensors += map(getter, map(entries.__getitem__, column))
+        return tensors
 
 
-def _has(state: State, sample: Sample) -> bool:
-    try:
-        tensors = [state[param][name] for param, name in sample.keys]
-    except KeyError:
-        return False
-    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        return False
-    return sample.placement.is_same(list(map(_local, tensors)))
+def _split(
+    samples: list[tuple[torch.Tensor, str]],
+) -> Iterator[list[tuple[torch.Tensor, str]]]:
+    """Return what is compared at one step, and at the next."""
+    for start in range(0, len(samples), _SAMPLE):
+        yield samples[start : start + _SAMPLE]
+
+
+def _place(state: State, keys: list[tuple[torch.Tensor, str]]) -> Placement:
+    return Placement([_local(state[param][name]) for param, name in keys])
+
+
+def _are_at(tensors: list[torch.Tensor], placement: Placement) -> bool:
+    if not {torch.Tensor}.issuperset(map(type, tensors)):
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            return False
+        tensors = list(map(local_shard, tensors))
+    return placement.is_same(tensors)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,44 +142,45 @@ def is_held(attributes: Mapping[str, Any]) -> bool:
     Args:
         attributes: `vars()` of the optimizer.
     """
-    counts = _count_references(attributes, torch.Tensor)
-    own = _count_own_references()
-    return any(found > least for found, least in zip(counts, own, strict=True))
+    to_state, to_others = _count_own_references()
+    if _count_state(attributes) > to_state:
+        return True  # all of it: the rest need not be counted
+    counts = _count_others(attributes, torch.Tensor)
+    return any(found > own for found, own in zip(counts, to_others, strict=True))
 
 
-def _count_references(
-    attributes: Mapping[str, Any], kind: type
-) -> tuple[int, int, int]:
-    """Return the largest counts of references: to a state, an entry and a tensor.
+def _count_state(attributes: Mapping[str, Any]) -> int:
+    """Return how many references there are to a state."""
+    return sys.getrefcount(attributes["state"])
+
+
+def _count_others(attributes: Mapping[str, Any], kind: type) -> tuple[int, int]:
+    """Return how many references there are to an entry and to a tensor, at the most.
 
     Args:
         attributes: Where the state is, as "state".
         kind: The class of tensors.
     """
-    state = attributes["state"]
-    entries = [entry for entry in state.values() if isinstance(entry, dict)]
-    values = [value for entry in entries for value in entry.values()]
-    tensors: list[Any] = [value for value in values if isinstance(value, kind)]
-    del values
+    entries = [x for x in attributes["state"].values() if isinstance(x, dict)]
+    tensors: list[Any] = [
+        x for entry in entries for x in entry.values() if isinstance(x, kind)
+    ]
     tensors += [local_shard(x) for x in tensors if as_dtensor(x) is not None]
     return (
-        sys.getrefcount(state),
         max(map(sys.getrefcount, entries), default=0),
         max(map(sys.getrefcount, tensors), default=0),
     )
 
 
 @cache
-def _count_own_references() -> tuple[int, int, int]:
+def _count_own_references() -> tuple[int, tuple[int, int]]:
     """Return these counts for a state of which no other code has anything."""
 
     class Kept:
         """In the place of a tensor."""
 
-    entries = {index: {"kept": Kept()} for index in range(2)}
-    attributes = {"state": entries}
-    del entries
-    return _count_references(attributes, Kept)
+    attributes = {"state": {index: {"kept": Kept()} for index in range(2)}}
+    return _count_state(attributes), _count_others(attributes, Kept)
 
 
 UPDATED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
