@@ -9,7 +9,12 @@ compiled or traced, they cast as the hooks do.
 import torch
 
 from lossscale.torch.half_precision.casts import BorderCasts
-from lossscale.torch.half_precision.row_norm import PreparedNorm, RowNorm, prepare
+from lossscale.torch.half_precision.row_norm import (
+    Operands,
+    PreparedNorm,
+    RowNorm,
+    prepare,
+)
 
 
 class MixedLayerNorm(torch.nn.LayerNorm):
@@ -25,14 +30,11 @@ class MixedLayerNorm(torch.nn.LayerNorm):
         if casts is None:
             return super().forward(input)
         if not torch.compiler.is_compiling():
-            prepared, weight, bias = self._prepared, self.weight, self.bias
+            operands = Operands(input, self.weight, self.bias)
             norm = RowNorm(self.normalized_shape, float(self.eps), has_mean=True)
-            dtype = casts.outside.read()
-            if prepared is None or not prepared.fits(input, weight, bias, norm, dtype):
-                prepared = prepare(input, weight, bias, norm, dtype)
+            prepared = _prepare(self, operands, norm, casts)
             if prepared is not None:
-                vars(self)["_prepared"] = prepared
-                return prepared.normalize(input, weight, bias)
+                return prepared.normalize(operands)
         return casts.cast_output(super().forward(casts.cast_input(input)))
 
 
@@ -49,20 +51,41 @@ class MixedRMSNorm(torch.nn.RMSNorm):
         if casts is None:
             return super().forward(x)
         if not torch.compiler.is_compiling():
-            prepared, weight = self._prepared, self.weight
+            operands = Operands(x, self.weight, None)
             # Without an epsilon torch takes that of the dtype it computes in.
             epsilon = _EPSILON if self.eps is None else float(self.eps)
             norm = RowNorm(self.normalized_shape, epsilon, has_mean=False)
-            dtype = casts.outside.read()
-            if prepared is None or not prepared.fits(x, weight, None, norm, dtype):
-                prepared = prepare(x, weight, None, norm, dtype)
+            prepared = _prepare(self, operands, norm, casts)
             if prepared is not None:
-                vars(self)["_prepared"] = prepared
-                return prepared.normalize(x, weight, None)
+                return prepared.normalize(operands)
         return casts.cast_output(super().forward(casts.cast_input(x)))
 
 
 _EPSILON = torch.finfo(torch.float32).eps
+
+
+def _prepare(
+    module: MixedLayerNorm | MixedRMSNorm,
+    operands: Operands,
+    norm: RowNorm,
+    casts: BorderCasts,
+) -> PreparedNorm | None:
+    """Return the module's normalisation by the kernels; `None` if it is for casts.
+
+    Args:
+        module: The module; it keeps what was prepared for the next call.
+        operands: What it is called with.
+        norm: What it computes.
+        casts: The casts at its border.
+    """
+    prepared, dtype = module._prepared, casts.outside.read()  # noqa: SLF001
+    if prepared is not None and prepared.fits(operands, norm, dtype):
+        return prepared
+    prepared = prepare(operands, norm, dtype)
+    if prepared is not None:
+        vars(module)["_prepared"] = prepared
+    return prepared
+
 
 _MIXED: dict[type[torch.nn.Module], type[MixedLayerNorm | MixedRMSNorm]] = {
     torch.nn.LayerNorm: MixedLayerNorm,

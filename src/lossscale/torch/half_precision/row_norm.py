@@ -41,34 +41,44 @@ class RowNorm(NamedTuple):
         return self.shape[0] if len(self.shape) == 1 else math.prod(self.shape)
 
 
-class PreparedNorm:
-    """A normalisation by the kernels, for inputs and weights of one layout.
+class Operands(NamedTuple):
+    """What a layer is called with."""
 
-    Whether the kernels can take tensors is asked once. After that the C code of
-    `native` compares their layouts, in a tenth of the time.
+    inputs: torch.Tensor
+    """The tensor to normalize."""
+    weight: torch.Tensor | None
+    """What multiplies each element of a row."""
+    bias: torch.Tensor | None
+    """What is added to each element of a row."""
+
+    def list_present(self) -> list[torch.Tensor]:
+        """Return those that are not `None`."""
+        return [tensor for tensor in self if tensor is not None]
+
+
+class PreparedNorm:
+    """A normalisation by the kernels, for operands of one layout.
+
+    Whether the kernels can take them is asked once. After that the C code of `native`
+    compares their layouts, in a tenth of the time.
     """
 
     def __init__(
-        self,
-        inputs: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        norm: RowNorm,
-        code: native.NativeCode,
+        self, operands: Operands, norm: RowNorm, code: native.NativeCode
     ) -> None:
         """Choose the kernels.
 
         Args:
-            inputs: What `can_normalize` has accepted.
-            weight: What multiplies each element of a row.
-            bias: What is added to each element of a row.
+            operands: What `can_normalize` has accepted.
             norm: The normalisation.
             code: The C code of `native`.
         """
         from lossscale.torch.half_precision.kernels import launch  # noqa: PLC0415
 
-        columns = norm.columns
+        inputs, columns = operands.inputs, norm.columns
         self.norm = norm
+        self._has_weight = operands.weight is not None
+        self._has_bias = operands.bias is not None
         self.kernels = launch.find_kernels(
             launch.RowKind(
                 inputs.device,
@@ -77,51 +87,36 @@ class PreparedNorm:
                 launch.find_tile(columns, inputs.numel() // columns),
                 norm.epsilon,
                 norm.has_mean,
-                weight is not None,
-                bias is not None,
+                self._has_weight,
+                self._has_bias,
             )
         )
         self._code = code
-        self._has_weight, self._has_bias = weight is not None, bias is not None
-        self._record = code.record(_without_none(inputs, weight, bias))
+        self._record = code.record(operands.list_present())
 
-    def fits(
-        self,
-        inputs: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        norm: RowNorm,
-        dtype: torch.dtype,
-    ) -> bool:
-        """Whether this was prepared for such tensors and for this normalisation.
+    def fits(self, operands: Operands, norm: RowNorm, dtype: torch.dtype) -> bool:
+        """Whether this was prepared for such operands and for this normalisation.
 
         Args:
-            inputs: The tensor to normalize.
-            weight: What multiplies each element of a row.
-            bias: What is added to each element of a row.
+            operands: The operands.
             norm: The normalisation.
             dtype: The dtype that the result must have.
         """
+        inputs, weight, bias = operands
         if norm != self.norm or is_watched():
             return False
         if self._has_weight != (weight is not None):
             return False
         if self._has_bias != (bias is not None):
             return False
-        tensors = _without_none(inputs, weight, bias)
-        change = self._code.compare(tensors, self._record)
+        change = self._code.compare(operands.list_present(), self._record)
         if change == native.CHANGED or inputs.dtype is not dtype or inputs.is_neg():
             return False
         return change == native.SAME or (_is_aligned(weight) and _is_aligned(bias))
 
-    def normalize(
-        self,
-        inputs: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def normalize(self, operands: Operands) -> torch.Tensor:
         """Return a normalized tensor in the dtype of the inputs."""
-        return _apply(inputs, weight, bias, self)
+        return _apply(*operands, self)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Leave nothing to a copy or a pickle: it prepares its own."""
@@ -129,41 +124,30 @@ class PreparedNorm:
 
 
 def prepare(
-    inputs: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    norm: RowNorm,
-    dtype: torch.dtype,
+    operands: Operands, norm: RowNorm, dtype: torch.dtype
 ) -> PreparedNorm | None:
     """Return a normalisation by the kernels; `None` if it is left to torch.
 
     Args:
-        inputs: The tensor to normalize.
-        weight: What multiplies each element of a row.
-        bias: What is added to each element of a row.
+        operands: The operands.
         norm: The normalisation.
         dtype: The dtype that the result must have.
     """
-    if not can_normalize(inputs, weight, bias, norm, dtype):
+    if not can_normalize(operands, norm, dtype):
         return None
     # Without a C compiler Triton cannot launch kernels either.
     code = native.load()
-    return None if code is None else PreparedNorm(inputs, weight, bias, norm, code)
+    return None if code is None else PreparedNorm(operands, norm, code)
 
 
-def can_normalize(
-    inputs: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    norm: RowNorm,
-    dtype: torch.dtype,
-) -> bool:
+def can_normalize(operands: Operands, norm: RowNorm, dtype: torch.dtype) -> bool:
     """Whether the kernels can normalize a tensor; the arguments are those of `prepare`.
 
     They are for code that runs as it is written. A compiler fuses casts by itself, and
     `torch.jit.trace`, `torch.func` and modes that are called for every operator, such
     as that of `GradScaler.explain`, must see torch's operators.
     """
+    inputs, weight, bias = operands
     return (
         not is_watched()
         and type(inputs) in _PLAIN
@@ -209,10 +193,6 @@ def _is_aligned(tensor: torch.Tensor | None) -> bool:
     return tensor is None or not tensor.data_ptr() % _ALIGNMENT
 
 
-def _without_none(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
-
-
 class _Normalize(torch.autograd.Function):
     """The kernels, as one operation of autograd."""
 
@@ -241,8 +221,8 @@ class _Normalize(torch.autograd.Function):
             or type(output_grads) not in _PLAIN
             or torch_internals.is_batched(output_grads)
         ):
-            tensors = (inputs, weight, bias)
-            return *_differentiate(tensors, wanted, output_grads, prepared.norm), None
+            operands = Operands(inputs, weight, bias)
+            return *_differentiate(operands, wanted, output_grads, prepared.norm), None
         input_grads, weight_grad, bias_grad = prepared.kernels.differentiate(
             _as_readable(inputs),
             weight,
@@ -272,7 +252,7 @@ def _as_readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _differentiate(
-    tensors: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    operands: Operands,
     wanted: tuple[bool, bool, bool],
     output_grads: torch.Tensor,
     norm: RowNorm,
@@ -280,12 +260,12 @@ def _differentiate(
     """Return the gradients by torch's operators, which can be differentiated again.
 
     Args:
-        tensors: Inputs, weight and bias.
+        operands: The operands.
         wanted: Whose gradients are wanted.
         output_grads: The gradients of the normalized tensor.
         norm: The normalisation.
     """
-    inputs, weight, _ = tensors
+    inputs, weight, _ = operands
     axes = tuple(range(-len(norm.shape), 0))
     rows = tuple(range(inputs.dim() - len(norm.shape)))
     values, grads = inputs.to(torch.float32), output_grads.to(torch.float32)

@@ -302,8 +302,8 @@ class ScaledOptimizer(torch.optim.Optimizer):
         except KeyError:
             message = f"{type(self).__name__} has no state yet"
             raise AttributeError(message) from None
-        # After the dictionary was taken: a thread that takes a step in between must not
-        # find that nobody has it.
+        # After the dictionary was taken: a thread that takes a step in between counts
+        # the references to it.
         self._state_was_read = True
         return state
 
